@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 139_230,  # +270: adapters, vectors and classes of a vLLM in process; to come: 112,000
     ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
-    ("tests",): 148_205,  # +15: faults of kernels of few queries, which their proof finds; to come: 120,000
+    ("tests",): 148_240,  # +35: no connection is left open by a scripted server; to come: 120,000
 }
 
 

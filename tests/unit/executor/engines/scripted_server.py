@@ -59,23 +59,39 @@ class ScriptedServer:
         self.asked: list[str] = []
         self.on_asked: Callable[[str], None] = lambda path: None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._killed = False
 
     async def __aenter__(self) -> "ScriptedServer":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.kill()
-        await self._server.wait_closed()
+        for _ in range(4):  # turns of the loop: a connection that came is accepted, made, aborted and closed
+            await asyncio.sleep(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def kill(self) -> None:
-        self._server.close()
+        loop, self._killed = asyncio.get_running_loop(), True
+        for listening in self._server.sockets:
+            loop.remove_reader(listening.fileno())
+        loop.call_soon(self._server.close)  # Python 3.11 leaves open what it accepted before and begins with after it
         for writer in self._writers:
             writer.transport.abort()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """No coroutine: one that is cancelled before it has begun closes nothing."""
         self._writers.add(writer)
+        if self._killed:
+            writer.transport.abort()
+        else:
+            self._tasks.add(asyncio.create_task(self._serve(reader, writer)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")) and await self._answer(head.decode(), reader, writer):
                 pass

@@ -1,6 +1,8 @@
 """Engines behind a URL, against a server that says what each test wants."""
 
 import asyncio
+import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -434,3 +436,18 @@ async def test_our_processor_is_told_all_and_vllm_is_greedy(path: str) -> None:
     extra = body["vllm_xargs"]["ryzanstein"] if path == "/v1/completions" else sampling["extra_args"]["ryzanstein"]
     wanted = SAMPLED_TOLD | {"prompt_tokens": 2, "stop_token_ids": [7], "grammar": {"kind": "regex", "text": "a+"}}
     assert (json.loads(extra) if isinstance(extra, str) else extra) == wanted
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_scripted_server_leaves_no_connection_behind_that_it_was_accepting(turns: int) -> None:
+    async def connect_and_leave() -> None:
+        async with ScriptedServer("vllm") as server:
+            port = int(server.url.rpartition(":")[2])
+            coming = asyncio.create_task(asyncio.open_connection("127.0.0.1", port))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        with contextlib.suppress(OSError):
+            (await coming)[1].close()
+
+    asyncio.run(connect_and_leave())
+    gc.collect()  # what was left behind would fail another test
