@@ -18,7 +18,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
-from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process, mourn, read_until_killed
+from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process, mourn, read_until_killed, recorded
 from tests.integration.gateway.responding import drop_journal, kept, prompts, text_of
 from tests.integration.gateway.resuming import Event, Paced, read_events
 
@@ -145,6 +145,7 @@ async def test_an_heir_adds_to_a_conversation_what_had_ended(
             await until(lambda: deltas(events) == "Ada.")
         else:
             await until(lambda: ring.requests)
+            await recorded(gateway, "doomed")
         doomed.process.process.send_signal(signal.SIGSTOP)
         paced.allow()
 
