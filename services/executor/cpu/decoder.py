@@ -19,6 +19,7 @@ from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.adapters import NativeAdapters
 from services.executor.cpu.block_fetching import FetchSteps, disk_reads
 from services.executor.cpu.packed_model import ACTIVATIONS, PackedExperts, PackedLayer, PackedModel
+from services.executor.cpu.sampling import NativeRows
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.files import LowRank
@@ -37,7 +38,6 @@ from services.executor.native.library import (
     kernels_at,
     levels,
 )
-from services.executor.sampling.candidates import largest_of
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
@@ -182,14 +182,12 @@ class NativeDecoder:
         self.adapters.drop(slot)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        rows, width = logits.shape
-        if rows == 1:  # one thread has all of it
-            return largest_of(logits)
-        values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        self._library.rz_decoder_largest(
-            self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
-        )
-        return values, tokens
+        return self.rows.largest(logits)
+
+    @property
+    def rows(self) -> NativeRows:
+        """Searches its logits, and draws from them."""
+        return NativeRows(self._library, self.handle)
 
     def level_with_finite_logits(self, plan: StepPlan) -> str:
         """Another level at which the processor computes finite logits of `plan`; empty: none, or its ranks or weights

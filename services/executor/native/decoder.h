@@ -17,6 +17,7 @@
 
 #include <stdint.h>
 
+#include "sampling.h"
 #include "shared_memory.h"
 
 enum { RZ_F32, RZ_F16, RZ_BF16, RZ_U8, RZ_I8 }; /* types of scales */
@@ -335,5 +336,11 @@ void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent);
 
 /* The largest logit of each of `rows` rows, `width` apart, and its index: NaN is larger than all. */
 void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices);
+
+/* What sampling.h says: how many candidates there are, then which; and draws. RZ_OK or RZ_NO_MEMORY. One caller at a
+ * time. */
+int rz_decoder_find_candidates(rz_decoder *decoder, const rz_candidates *job);
+int rz_decoder_take_candidates(rz_decoder *decoder, const rz_candidates *job);
+int rz_decoder_draw(rz_decoder *decoder, const rz_draws *job);
 
 #endif

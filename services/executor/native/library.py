@@ -37,8 +37,9 @@ LEVEL = "RYZANSTEIN_CPU_LEVEL"  # environment variable: the level where `choose_
 # Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
 # have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
 # multiplies int8 codes as integers. 3: activations share a scale over what an upper one of the weight's covers. 4: sums
-# of attention over bf16 keys are scaled by the kernels' own exponentials. 5: these are of another polynomial.
-ARITHMETIC = 5
+# of attention over bf16 keys are scaled by the kernels' own exponentials. 5: these are of another polynomial. 6: tokens
+# are drawn by them.
+ARITHMETIC = 6
 
 # What a step's time is spent on, as `decoder.h` numbers it.
 PARTS = (
@@ -276,6 +277,29 @@ _RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+class RzCandidates(ctypes.Structure):
+    """`rz_candidates` of `sampling.h`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "rows", "wants", "largest")),
+        ("width", c_int64),
+        ("count", c_int64),
+        ("alone", c_int32),
+        *((name, c_void_p) for name in ("bounds", "totals", "lengths", "starts", "ids", "values")),
+    ]
+
+
+class RzDraws(ctypes.Structure):
+    """`rz_draws` of `sampling.h`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("scores", "rows", "of")),
+        ("width", c_int64),
+        ("count", c_int64),
+        ("columns", c_void_p),
+    ]
+
+
 class RzStep(ctypes.Structure):
     _fields_ = [
         ("tokens", c_int32),
@@ -332,6 +356,9 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_decoder_forward": (c_int, [c_void_p, POINTER(RzStep)]),
     "rz_decoder_spent": (None, [c_void_p, c_void_p]),
     "rz_decoder_largest": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+    "rz_decoder_find_candidates": (c_int, [c_void_p, POINTER(RzCandidates)]),
+    "rz_decoder_take_candidates": (c_int, [c_void_p, POINTER(RzCandidates)]),
+    "rz_decoder_draw": (c_int, [c_void_p, POINTER(RzDraws)]),
 }
 
 # What a level computes wrongly, as `proof.h` numbers it.

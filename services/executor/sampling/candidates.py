@@ -24,6 +24,7 @@ Of equal logits the smaller token comes first.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ _FEW_ROWS = 8  # a row of 49,152 logits is worth a tenth of a millisecond of one
 
 # What a row needs: its `count` largest logits, negative where the log-sum-exp of all is needed too. With
 # count 0: those less than `margin` below the largest, and the sum of exp((logit - largest) / temperature) over
-# all; without a margin: the whole row.
-WANT = np.dtype([("count", "<i4"), ("temperature", "<f4"), ("margin", "<f4")])
+# all, of which fewer will do that have the `share` of that sum; without a margin: the whole row.
+WANT = np.dtype([("count", "<i4"), ("temperature", "<f4"), ("margin", "<f4"), ("share", "<f4")])
 
 Wants = NDArray[np.void]
 Int64Array = NDArray[np.int64]
@@ -97,12 +98,27 @@ class RowLogits:
         return len(self.largest)
 
 
-# (largest values [R], their columns int64 [R], the first of those that tie) of logits [R, C]; NaN is the largest.
-Search = Callable[[Tensor], tuple[Tensor, Tensor]]
+class RowSearch(Protocol):
+    """Searches this rank's logits [R, C], contiguous, whose first column is the token `start`."""
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest values [R], their columns int64 [R], the first of those that tie); NaN is the largest."""
+        ...
+
+    def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> "Few":
+        """Of each of `rows` as many of the largest as `wants` [rows] counts, and all that tie with the last of them."""
+        ...
+
+    def near(
+        self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
+    ) -> tuple["Few", NDArray[np.float64]]:
+        """The tokens of `rows` whose logits are near each row's `largest` of all ranks, and the weight of all. `alone`:
+        there are no other ranks."""
+        ...
 
 
 def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`Search` by PyTorch, without a float32 copy of the logits, which would cost more than the search."""
+    """`RowSearch.largest` by PyTorch, without a float32 copy of the logits, which would cost more than the search."""
     if logits.device.type != "cpu" or logits.dtype not in (torch.bfloat16, torch.float32):
         values, tokens = logits.max(dim=-1)
         return values, tokens
@@ -136,26 +152,26 @@ def collect(
     wants: Wants,
     collectives: Collectives,
     widths: Sequence[int],
-    search: Search = largest_of,
+    search: RowSearch | None = None,
     left_out: Tensor | None = None,
 ) -> RowLogits | None:
     """`local` [R, this rank's width] of every rank for the sampler, on rank 0; None on the others.
 
-    `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. `left_out`, int64: columns of `local` that are
-    not among the k largest of rows with a `count`; everything else has them. Raises `RingLost`.
+    `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. `search`: `TorchRows` unless given.
+    `left_out`, int64: columns of `local` that are not among the k largest of rows with a `count`; everything else has
+    them. Raises `RingLost`.
     """
+    search = search or TorchRows()
     if only_largest(wants):
-        return collect_largest(search(local), collectives, widths)
+        return collect_largest(search.largest(local), collectives, widths)
     counts, margins = wants["count"], wants["margin"]
     few = np.flatnonzero((counts != 0) & (counts != 1))
     near = np.flatnonzero((counts == 0) & (margins > 0))
     whole = np.flatnonzero((counts == 0) & (margins <= 0))
     start = sum(widths[: collectives.rank])
-    chosen = _take(local, few)
-    if left_out is not None:
-        chosen = chosen.index_fill(1, left_out, -torch.inf)
-    best = few_of(chosen, np.abs(counts[few]), start)
-    own = _summaries(search(local), start)
+    named = local if left_out is None or not len(few) else local.index_fill(1, left_out, -torch.inf)
+    best = search.few(named, few, wants[few], start)
+    own = _summaries(search.largest(local), start)
     asking = np.flatnonzero(counts < 0)
     if len(asking):
         own[asking, 2] = _take(local, asking).float().logsumexp(dim=-1).cpu().numpy()
@@ -168,7 +184,7 @@ def collect(
         found = gather_few(best, lengths, collectives, local.device).cut(np.abs(counts[few]))
         tables.append(found.table(few, sum(widths)))
     if len(near):
-        tables.append(_near_largest(local, near, wants[near], largest.max(axis=0)[near], collectives, widths))
+        tables.append(_near_largest(local, near, wants[near], largest.max(axis=0)[near], collectives, widths, search))
     if len(whole):
         parts = collectives.gather_to_leader(_take(local, whole).contiguous(), widths)
         if parts is not None:
@@ -201,19 +217,17 @@ def _row_logits(summaries: Floats, tables: list[RowTable]) -> RowLogits:
 
 
 def _near_largest(
-    local: Tensor, rows: Int64Array, wants: Wants, largest: Floats, collectives: Collectives, widths: Sequence[int]
+    local: Tensor,
+    rows: Int64Array,
+    wants: Wants,
+    largest: Floats,
+    collectives: Collectives,
+    widths: Sequence[int],
+    search: RowSearch,
 ) -> RowTable:
     """The tokens whose logits are near each row's `largest`, and the weight of all."""
-    logits = _take(local, rows).float()
-    below = logits - torch.from_numpy(largest)[:, None].to(local.device)
-    margins, temperatures = (
-        torch.from_numpy(wants[name].copy())[:, None].to(local.device) for name in ("margin", "temperature")
-    )
-    at, ids = np.nonzero((below >= -margins).cpu().numpy())
-    # Weights below exp(-80) add nothing to a sum of at least 1, and denormal ones would cost the most.
-    totals = (below / temperatures).clamp_(min=-80).exp_().sum(dim=-1, dtype=torch.float64).cpu().numpy()
-    values = logits.cpu().numpy()[at, ids]
-    own = Few.of(at, ids + sum(widths[: collectives.rank]), values, len(rows))
+    start, alone = sum(widths[: collectives.rank]), collectives.world_size == 1
+    own, totals = search.near(local, rows, wants, largest, start, alone=alone)
     slots = torch.zeros((collectives.world_size, len(rows), 2), dtype=torch.float64)
     slots[collectives.rank] = torch.from_numpy(np.stack((own.lengths, totals), axis=-1))
     every = collectives.all_reduce(slots.to(local.device)).cpu()
@@ -289,6 +303,29 @@ def few_of(logits: Tensor, counts: NDArray[np.int32], start: int) -> Few:
         pieces.append((np.full(len(tied), row), tied, every[tied]))
     rows, ids, found = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
     return Few.of(rows, ids + start, found, len(counts))
+
+
+class TorchRows:
+    """`RowSearch` by PyTorch."""
+
+    def __init__(self, largest: Callable[[Tensor], tuple[Tensor, Tensor]] = largest_of) -> None:
+        self.largest = largest
+
+    def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> Few:
+        return few_of(_take(logits, rows), np.abs(wants["count"]), start)
+
+    def near(
+        self, local: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
+    ) -> tuple[Few, NDArray[np.float64]]:
+        logits = _take(local, rows).float()
+        below = logits - torch.from_numpy(largest)[:, None].to(local.device)
+        margins, temperatures = (
+            torch.from_numpy(wants[name].copy())[:, None].to(local.device) for name in ("margin", "temperature")
+        )
+        at, ids = np.nonzero((below >= -margins).cpu().numpy())
+        # Weights below exp(-80) add nothing to a sum of at least 1, and denormal ones would cost the most.
+        totals = (below / temperatures).clamp_(min=-80).exp_().sum(dim=-1, dtype=torch.float64).cpu().numpy()
+        return Few.of(at, ids + start, logits.cpu().numpy()[at, ids], len(rows)), totals
 
 
 # --- between the ranks ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ Log probabilities are those of the model: log-softmax of the logits before any o
 included, as in OpenAI's API and vLLM.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -113,11 +113,24 @@ def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
         if not count:
             wants[row]["temperature"] = state.params.temperature
             wants[row]["margin"] = state.margin(vocab_size)
+            wants[row]["share"] = state.params.top_p
     return wants
+
+
+# Columns that are drawn of a table's `chosen` rows, from scores of float32 on the CPU or any on a device, for their
+# states.
+Draw = Callable[[RowTable, Sequence[int], Sequence[SamplingState]], list[int]]
+
+
+def draw_by_torch(table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState]) -> list[int]:
+    return _draw(table.take(list(chosen)), states)
 
 
 class Sampler:
     """Chooses one token per row. Keeps nothing between calls: all state is in the `SamplingState`s."""
+
+    def __init__(self, draw: Draw = draw_by_torch) -> None:
+        self._draw = draw
 
     def sample(self, logits: Tensor | RowLogits, states: Sequence[SamplingState]) -> list[SampledToken]:
         """One token per row of `logits`: what `collect` brought for `wants_of(states)`, or the whole
@@ -145,41 +158,39 @@ class Sampler:
         logprobs: dict[int, TokenLogprobs] = {}
         with threads_for(rows):
             for table in logits.tables:
-                _sample_table(table, states, masks, tokens)
+                _sample_table(table, states, masks, tokens, self._draw)
                 logprobs |= _logprobs(table, logits.log_sums, tokens, states)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
 def _sample_table(
-    table: RowTable, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int]
+    table: RowTable, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int], draw: Draw
 ) -> None:
     """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
-    special = [
-        at for at, row in enumerate(table.rows) if states[row].edits_logits or not states[row].greedy or row in masks
-    ]
-    if not special:
+    edited = [at for at, row in enumerate(table.rows) if states[row].edits_logits or row in masks]
+    others = set(range(len(table.rows))).difference(edited)
+    _draw_into(tokens, table, [at for at in sorted(others) if not states[table.rows[at]].greedy], states, draw)
+    if not edited:
         return
-    edited = table.take(special)
-    of_rows = [states[row] for row in edited.rows]
-    _apply_masks(edited, masks)
-    _apply_penalties(edited, of_rows)
-    _apply_biases(edited, of_rows)
-    _apply_bans(edited, of_rows)
-    columns = _choose(edited, of_rows)
-    for at, (row, column) in enumerate(zip(edited.rows, columns, strict=True)):
-        tokens[row] = edited.token(at, column)
+    copied = table.take(edited)
+    of_rows = [states[row] for row in copied.rows]
+    _apply_masks(copied, masks)
+    _apply_penalties(copied, of_rows)
+    _apply_biases(copied, of_rows)
+    _apply_bans(copied, of_rows)
+    greedy = [at for at, state in enumerate(of_rows) if state.greedy]
+    for at, column in zip(greedy, copied.scores[greedy].argmax(dim=-1).tolist(), strict=True):
+        tokens[copied.rows[at]] = copied.token(at, column)
+    _draw_into(tokens, copied, [at for at, state in enumerate(of_rows) if not state.greedy], states, draw)
 
 
-def _choose(table: RowTable, states: list[SamplingState]) -> list[int]:
-    drawn = [at for at, state in enumerate(states) if not state.greedy]
-    if len(drawn) == len(states):
-        return _draw(table, states)
-    columns: list[int] = table.scores.argmax(dim=-1).tolist()
+def _draw_into(
+    tokens: list[int], table: RowTable, drawn: list[int], states: Sequence[SamplingState], draw: Draw
+) -> None:
     if drawn:
-        draws = _draw(table.take(drawn), [states[at] for at in drawn])
-        for at, column in zip(drawn, draws, strict=True):
-            columns[at] = column
-    return columns
+        columns = draw(table, drawn, [states[table.rows[at]] for at in drawn])
+        for at, column in zip(drawn, columns, strict=True):
+            tokens[table.rows[at]] = table.token(at, column)
 
 
 def _apply_masks(table: RowTable, masks: Mapping[int, Mask]) -> None:
@@ -248,7 +259,7 @@ def _apply_bans(table: RowTable, states: list[SamplingState]) -> None:
         scores[at, torch.from_numpy(columns[there]).to(scores.device)] = float("-inf")
 
 
-def _draw(table: RowTable, states: list[SamplingState]) -> list[int]:
+def _draw(table: RowTable, states: Sequence[SamplingState]) -> list[int]:
     """One column per row, by the inverse of its distribution."""
     scores, device = table.scores, table.scores.device
     temperature = torch.tensor([[state.params.temperature] for state in states], device=device)

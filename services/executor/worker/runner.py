@@ -33,13 +33,16 @@ from services.executor.native.library import LEVEL
 from services.executor.sampling.candidates import (
     WANT,
     RowLogits,
+    RowSearch,
+    RowTable,
+    TorchRows,
     collect,
     collect_largest,
-    largest_of,
     only_largest,
     score,
     threads_for,
 )
+from services.executor.sampling.sampler import Draw, draw_by_torch
 from shared.errors import ModelLoadError
 
 log = structlog.get_logger(__name__)
@@ -81,6 +84,10 @@ class _HiddenStateHook:
         return sums_of(self._states[0], pools)
 
 
+class NativeRowKernels(RowSearch, Protocol):
+    def draw(self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState]) -> list[int]: ...
+
+
 @runtime_checkable
 class NativeKernels(Decoder, Protocol):
     """A decoder on the host whose layers wait for blocks that are restored meanwhile."""
@@ -93,6 +100,11 @@ class NativeKernels(Decoder, Protocol):
     @property
     def pages(self) -> list[int]:
         """The page layer of each layer."""
+        ...
+
+    @property
+    def rows(self) -> NativeRowKernels:
+        """Searches its logits, and draws from them."""
         ...
 
     def spent(self) -> dict[str, float]: ...
@@ -176,7 +188,10 @@ class ModelRunner:
         self.is_exact = self.is_native or exact
         self._attention = attention
         self._steps = steps
-        self._search = largest_of if decoder is None else decoder.largest
+        self._search: RowSearch = TorchRows() if decoder is None else TorchRows(decoder.largest)
+        self.draw: Draw = draw_by_torch
+        if self._native is not None:
+            self._search, self.draw = self._native.rows, self._native.rows.draw
         self._store = store
         self._copier = BlockCopier(store, spill, collectives)
         self._collectives = collectives

@@ -23,6 +23,8 @@
 #define rz_choices_are_sound RZ_OF_LEVEL(rz_choices_are_sound)
 #define rz_choose_blocks RZ_OF_LEVEL(rz_choose_blocks)
 #define rz_choose_experts RZ_OF_LEVEL(rz_choose_experts)
+#define rz_decoder_draw RZ_OF_LEVEL(rz_decoder_draw)
+#define rz_decoder_find_candidates RZ_OF_LEVEL(rz_decoder_find_candidates)
 #define rz_decoder_forward RZ_OF_LEVEL(rz_decoder_forward)
 #define rz_decoder_beside RZ_OF_LEVEL(rz_decoder_beside)
 #define rz_decoder_free RZ_OF_LEVEL(rz_decoder_free)
@@ -31,6 +33,7 @@
 #define rz_decoder_new RZ_OF_LEVEL(rz_decoder_new)
 #define rz_decoder_recur RZ_OF_LEVEL(rz_decoder_recur)
 #define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
+#define rz_decoder_take_candidates RZ_OF_LEVEL(rz_decoder_take_candidates)
 #define rz_embed_rows RZ_OF_LEVEL(rz_embed_rows)
 #define rz_encode RZ_OF_LEVEL(rz_encode)
 #define rz_experts_prepared RZ_OF_LEVEL(rz_experts_prepared)
@@ -153,6 +156,7 @@
 #include "../quantized_unpack.c"
 #include "../recurrent.c"
 #include "../residual.c"
+#include "../sampling.c"
 #include "../spans.c"
 #include "../sparse.c"
 #include "../tail.c"

@@ -18,7 +18,7 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.sampling.candidates import RowLogits
-from services.executor.sampling.sampler import Sampler
+from services.executor.sampling.sampler import Draw, Sampler, draw_by_torch
 from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share
@@ -77,14 +77,19 @@ class DraftSampler:
     """Draws a draft model's proposals, on rank 0. Keeps nothing between calls."""
 
     def __init__(
-        self, vocab_size: int, context_length: int, block_size: int, translation: Translation | None = None
+        self,
+        vocab_size: int,
+        context_length: int,
+        block_size: int,
+        translation: Translation | None = None,
+        draw: Draw = draw_by_torch,
     ) -> None:
         """`vocab_size`: of the model that is served; `context_length`, `translation`: of the draft model."""
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._block_size = block_size
         self._translation = translation
-        self._sampler = Sampler()
+        self._sampler = Sampler(draw)
 
     def propose(self, draft: DraftPlan, samples: Sequence[SamplingState], compute: Compute) -> list[list[DraftToken]]:
         """`Engine.draft`. Behind a token that the model that is served does not have, or a position that the draft

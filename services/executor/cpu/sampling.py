@@ -1,0 +1,107 @@
+"""Candidates and draws of sampling by the native kernels: one or two passes over a row of logits, where PyTorch makes
+copies of all rows time and again (`native/sampling.h`)."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.core.sampling_state import SamplingState
+from services.executor.native.library import RzCandidates, RzDraws
+from services.executor.sampling.candidates import Few, Floats, Int64Array, RowTable, Wants, largest_of
+from shared.errors import ConfigurationError
+
+_NO_ROOM = "There is no memory for sampling; serve fewer sequences at a time (RYZANSTEIN_MAX_SEQUENCES)."
+
+# Parameters of a row that is drawn; `rz_draw` of `sampling.h`.
+_DRAW = np.dtype(
+    [
+        *((name, "<f8") for name in ("uniform", "total", "top_p")),
+        *((name, "<f4") for name in ("temperature", "min_p")),
+        ("top_k", "<i4"),
+        ("unused", "<i4"),
+    ]
+)
+
+
+class NativeRows:
+    """`RowSearch` and `Draw` on a decoder's threads, for logits [R, V] of float32, contiguous. One caller at a time."""
+
+    def __init__(self, library: Any, handle: int) -> None:
+        """`library`: the kernels of the level of the decoder, which is open as long as this is used."""
+        self._library, self._handle = library, handle
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = logits.shape
+        if rows == 1:  # one thread has all of it
+            return largest_of(logits)
+        values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._library.rz_decoder_largest(
+            self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
+        )
+        return values, tokens
+
+    def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> Few:
+        return self._candidates(logits, rows, wants, np.zeros(len(rows), np.float32), start, alone=False)[0]
+
+    def near(
+        self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
+    ) -> tuple[Few, NDArray[np.float64]]:
+        return self._candidates(logits, rows, wants, largest, start, alone=alone)
+
+    def draw(self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState]) -> list[int]:
+        draws = np.zeros(len(states), _DRAW)
+        for at, state in enumerate(states):
+            params = state.params
+            draws[at] = (state.uniform(), 0.0, params.top_p, params.temperature, params.min_p, params.top_k, 0)
+        if table.totals is not None:
+            draws["total"] = table.totals.numpy()[chosen, 0]
+        scores, rows = table.scores.float().contiguous(), np.array(chosen, np.int64)
+        columns = np.zeros(len(chosen), np.int64)
+        job = RzDraws(
+            scores=scores.data_ptr(),
+            rows=rows.ctypes.data,
+            of=draws.ctypes.data,
+            width=scores.shape[1],
+            count=len(chosen),
+            columns=columns.ctypes.data,
+        )
+        self._run(self._library.rz_decoder_draw, job)
+        found: list[int] = columns.tolist()
+        return found
+
+    def _candidates(
+        self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
+    ) -> tuple[Few, NDArray[np.float64]]:
+        count = len(rows)
+        if not count:
+            return Few(rows, rows, largest, rows), np.zeros(0)
+        bounds, totals = np.zeros(count, np.float32), np.zeros(count)
+        lengths, largest, wants = np.zeros(count, np.int64), np.ascontiguousarray(largest), np.ascontiguousarray(wants)
+        job = RzCandidates(
+            logits=logits.data_ptr(),
+            rows=rows.ctypes.data,
+            wants=wants.ctypes.data,
+            largest=largest.ctypes.data,
+            width=logits.shape[1],
+            count=count,
+            alone=alone,
+            bounds=bounds.ctypes.data,
+            totals=totals.ctypes.data,
+            lengths=lengths.ctypes.data,
+        )
+        self._run(self._library.rz_decoder_find_candidates, job)
+        starts = np.cumsum(lengths) - lengths
+        ids, values = np.empty(int(lengths.sum()), np.int64), np.empty(int(lengths.sum()), np.float32)
+        job.starts, job.ids, job.values = starts.ctypes.data, ids.ctypes.data, values.ctypes.data
+        self._run(self._library.rz_decoder_take_candidates, job)
+        ids += start
+        return Few(np.repeat(np.arange(count), lengths), ids, values, lengths), totals
+
+    def _run(self, work: Any, job: ctypes.Structure) -> None:
+        if work(self._handle, ctypes.byref(job)):
+            raise ConfigurationError(_NO_ROOM)
