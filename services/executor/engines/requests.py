@@ -12,6 +12,7 @@ from the tokens that it has.
     engine            [ t0 t1 ]        [ t2 ]  [ t3 t4 ✗ ]     what is behind a stop token or `max_tokens` is cut
 """
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -243,11 +244,10 @@ class EngineRequests:
     def take_submissions(self, now: float) -> list[EngineRequest]:
         """What the engine is to compute from now on; each is given out once."""
         self._now = now
-        waiting = sorted(
-            (one for one in self._live.values() if not one.submission and not one.awaits), key=lambda one: one.urgency
-        )
+        room = self._facts.places - len(self._submitted) + sum(one.is_batch for one in self._submitted.values())
+        waiting = (one for one in self._live.values() if not one.submission and not one.awaits)
         taken = []
-        for tracked in waiting:
+        for tracked in heapq.nsmallest(room, waiting, key=lambda one: one.urgency):
             if not self._makes_room(tracked):
                 break
             taken.append(self._submit(tracked))

@@ -33,7 +33,7 @@ import structlog
 
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.request_state import RecordPosition, merged, place
-from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, RyzansteinError
+from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge
 from shared.messages import SamplingParams
 from shared.messages.records import GenerationRecord
 from shared.nats import subjects
@@ -228,8 +228,8 @@ class RecordWriter:
             batch = self._batches.pop(0)
             try:
                 await self._store(batch)
-            except RyzansteinError as error:
-                log.warning("records_write_failed", error=str(error), records=len(batch.payloads))
+            except Exception as error:  # whatever it is, whoever waits is told, and the next are written
+                log.warning("records_write_failed", error=str(error) or repr(error), records=len(batch.payloads))
                 batch.stored.set_exception(error)
                 batch.stored.exception()  # a client that has gone does not ask
             else:
