@@ -51,7 +51,7 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
     from services.executor.core.sampling_state import SamplingState
     from services.executor.sampling.sampler import Sampler
 
-    execute = make_execute(runner, Sampler(runner.draw))
+    execute = make_execute(runner, Sampler(runner.rows))
 
     def step(plan: StepPlan, params: SamplingParams) -> object:
         return execute(plan, [SamplingState(params, [1], []) for _ in range(len(plan.sample_rows) // 4)])

@@ -118,7 +118,7 @@ def bench_of(model: Path, dtype: str, threads: int) -> Iterator[Bench]:
     from services.executor.sampling.sampler import Sampler
 
     runner.warm_up()
-    execute, spec = make_execute(runner, Sampler(runner.draw)), EngineSpec(BLOCK, BLOCKS, CONTEXT, runner.vocab_size)
+    execute, spec = make_execute(runner, Sampler(runner.rows)), EngineSpec(BLOCK, BLOCKS, CONTEXT, runner.vocab_size)
     card, bundle = read_card(model, "benchmark", spec)
     work = GrammarWork()
     work.load(card, bundle)

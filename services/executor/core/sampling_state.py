@@ -182,7 +182,20 @@ class SamplingState:
         """Whether penalties, biases or bans change the logits."""
         if self.counts is not None or self.params.logit_bias:
             return True
-        return self.bans is not None and (self.bans.allowed is not None or bool(len(self.bans.banned)))
+        return self.has_allowed_tokens or (self.bans is not None and bool(len(self.bans.banned)))
+
+    @property
+    def has_allowed_tokens(self) -> bool:
+        """Whether no others may be drawn."""
+        return self.bans is not None and self.bans.allowed is not None
+
+    @property
+    def edited(self) -> Int64Array:
+        """Tokens, ascending, whose logits penalties, biases or bans change; without those that are not allowed."""
+        counted = _NONE if self.counts is None else self.counts.ids
+        biased = _NONE if self.biases is None else self.biases.tokens
+        kinds = [one for one in (counted, biased, _NONE if self.bans is None else self.bans.banned) if len(one)]
+        return np.sort(kinds[0]) if len(kinds) == 1 else np.unique(np.concatenate((_NONE, *kinds)))
 
     @property
     def needs_host(self) -> bool:
@@ -236,7 +249,7 @@ class SamplingState:
         penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
         if penalties < 0 or self._raises:
             return None
-        if self.bans is not None and self.bans.allowed is not None:
+        if self.has_allowed_tokens:
             return None
         banned = 0 if self.bans is None else len(self.bans.banned)
         return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids)) + banned

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.core.sampling_state import SamplingState
 from services.executor.native.library import RzCandidates, RzDraws
-from services.executor.sampling.candidates import Few, Floats, Int64Array, RowTable, Wants, largest_of
+from services.executor.sampling.candidates import WANT, Few, Floats, Int64Array, RowTable, Wants, largest_of
 from shared.errors import ConfigurationError
 
 _NO_ROOM = "There is no memory for sampling; serve fewer sequences at a time (RYZANSTEIN_MAX_SEQUENCES)."
@@ -23,13 +23,20 @@ _DRAW = np.dtype(
         *((name, "<f8") for name in ("uniform", "total", "top_p")),
         *((name, "<f4") for name in ("temperature", "min_p")),
         ("top_k", "<i4"),
-        ("unused", "<i4"),
-    ]
+    ],
+    align=True,
 )
+_GREEDY = (0.0, 0.0, 1.0, 1.0, 0.0, 1)  # the first of the largest
+
+
+def _draw_of(state: SamplingState) -> tuple[float, ...]:
+    params = state.params
+    return state.uniform(), 0.0, params.top_p, params.temperature, params.min_p, params.top_k
 
 
 class NativeRows:
-    """`RowSearch` and `Draw` on a decoder's threads, for logits [R, V] of float32, contiguous. One caller at a time."""
+    """`RowKernels` on a decoder's threads; copies logits [R, V] that are not float32, or not contiguous. One caller at a
+    time."""
 
     def __init__(self, library: Any, handle: int) -> None:
         """`library`: the kernels of the level of the decoder, which is open as long as this is used."""
@@ -48,16 +55,21 @@ class NativeRows:
     def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> Few:
         return self._candidates(logits, rows, wants, np.zeros(len(rows), np.float32), start, alone=False)[0]
 
+    def log_sums(self, logits: Tensor, rows: Int64Array, largest: Floats) -> Floats:
+        wants = np.array([(0, 1.0, 0.0, 1.0)] * len(rows), WANT)
+        totals = self._candidates(logits, rows, wants, largest, 0, alone=False)[1]
+        with np.errstate(divide="ignore"):  # rows of no numbers, which the sampler refuses
+            return largest + np.log(totals).astype(np.float32)
+
     def near(
         self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
     ) -> tuple[Few, NDArray[np.float64]]:
         return self._candidates(logits, rows, wants, largest, start, alone=alone)
 
-    def draw(self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState]) -> list[int]:
-        draws = np.zeros(len(states), _DRAW)
-        for at, state in enumerate(states):
-            params = state.params
-            draws[at] = (state.uniform(), 0.0, params.top_p, params.temperature, params.min_p, params.top_k, 0)
+    def draw(
+        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], edits: RowTable | None = None
+    ) -> list[int]:
+        draws = np.array([_GREEDY if state.greedy else _draw_of(state) for state in states], _DRAW)
         if table.totals is not None:
             draws["total"] = table.totals.numpy()[chosen, 0]
         scores, rows = table.scores.float().contiguous(), np.array(chosen, np.int64)
@@ -70,6 +82,10 @@ class NativeRows:
             count=len(chosen),
             columns=columns.ctypes.data,
         )
+        if edits is not None:
+            assert edits.ids is not None, "they name tokens"
+            places, edited = np.ascontiguousarray(edits.ids), edits.scores.contiguous()
+            job.places, job.edits, job.edited = places.ctypes.data, edited.data_ptr(), places.shape[1]
         self._run(self._library.rz_decoder_draw, job)
         found: list[int] = columns.tolist()
         return found
@@ -77,7 +93,7 @@ class NativeRows:
     def _candidates(
         self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
     ) -> tuple[Few, NDArray[np.float64]]:
-        count = len(rows)
+        count, logits = len(rows), logits.float().contiguous()
         if not count:
             return Few(rows, rows, largest, rows), np.zeros(0)
         bounds, totals = np.zeros(count, np.float32), np.zeros(count)

@@ -296,6 +296,9 @@ class RzDraws(ctypes.Structure):
         *((name, c_void_p) for name in ("scores", "rows", "of")),
         ("width", c_int64),
         ("count", c_int64),
+        ("places", c_void_p),
+        ("edits", c_void_p),
+        ("edited", c_int64),
         ("columns", c_void_p),
     ]
 

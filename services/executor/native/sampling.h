@@ -52,6 +52,10 @@ typedef struct {
     const int64_t *rows; /* [count] of them */
     const rz_draw *of;   /* [count] */
     int64_t width, count;
+    /* Of each row what stands in the place of some scores: `edits` [count, edited] at `places`; `width`: nowhere. */
+    const int64_t *places;
+    const float *edits;
+    int64_t edited;
     int64_t *columns; /* [count]: what is drawn */
 } rz_draws;
 

@@ -99,7 +99,7 @@ class RowLogits:
 
 
 class RowSearch(Protocol):
-    """Searches this rank's logits [R, C], contiguous, whose first column is the token `start`."""
+    """Searches rows of logits [R, C], contiguous, whose first column is the token `start`."""
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(largest values [R], their columns int64 [R], the first of those that tie); NaN is the largest."""
@@ -107,6 +107,10 @@ class RowSearch(Protocol):
 
     def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> "Few":
         """Of each of `rows` as many of the largest as `wants` [rows] counts, and all that tie with the last of them."""
+        ...
+
+    def log_sums(self, logits: Tensor, rows: Int64Array, largest: Floats) -> Floats:
+        """The log of the sum of all exponentials of each of `rows`, whose `largest` are known."""
         ...
 
     def near(
@@ -174,7 +178,7 @@ def collect(
     own = _summaries(search.largest(local), start)
     asking = np.flatnonzero(counts < 0)
     if len(asking):
-        own[asking, 2] = _take(local, asking).float().logsumexp(dim=-1).cpu().numpy()
+        own[asking, 2] = search.log_sums(local, asking, own[asking, 0])
     own[few, 3] = best.lengths
     summaries = exchange(own, collectives, local.device)
     largest = summaries[:, :, 0]
@@ -313,6 +317,10 @@ class TorchRows:
 
     def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> Few:
         return few_of(_take(logits, rows), np.abs(wants["count"]), start)
+
+    def log_sums(self, logits: Tensor, rows: Int64Array, largest: Floats) -> Floats:
+        sums: Floats = _take(logits, rows).float().logsumexp(dim=-1).cpu().numpy()
+        return sums
 
     def near(
         self, local: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool

@@ -16,11 +16,11 @@ Log probabilities are those of the model: log-softmax of the logits before any o
 included, as in OpenAI's API and vLLM.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
@@ -30,7 +30,9 @@ from services.executor.sampling.candidates import (
     MOST_CANDIDATES,
     WANT,
     RowLogits,
+    RowSearch,
     RowTable,
+    TorchRows,
     Wants,
     collect,
     threads_for,
@@ -106,31 +108,48 @@ def _keep_at_least(probs: Tensor, rows: Tensor, threshold: Tensor) -> None:
 
 def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
     """What `collect` is to bring for each row: [R] of `WANT`."""
-    wants = np.zeros(len(states), WANT)
-    counts = [state.candidates for state in states]
-    wants["count"] = [count if abs(count) <= MOST_CANDIDATES else 0 for count in counts]
-    for row, (count, state) in enumerate(zip(counts, states, strict=True)):
-        if not count:
-            wants[row]["temperature"] = state.params.temperature
-            wants[row]["margin"] = state.margin(vocab_size)
-            wants[row]["share"] = state.params.top_p
-    return wants
+    return np.array([_want(state, vocab_size) for state in states], WANT)
 
 
-# Columns that are drawn of a table's `chosen` rows, from scores of float32 on the CPU or any on a device, for their
-# states.
-Draw = Callable[[RowTable, Sequence[int], Sequence[SamplingState]], list[int]]
+def _want(state: SamplingState, vocab_size: int) -> tuple[float, ...]:
+    count = state.candidates
+    if not count:
+        return 0, state.params.temperature, state.margin(vocab_size), state.params.top_p
+    return count if abs(count) <= MOST_CANDIDATES else 0, 0.0, 0.0, 0.0
 
 
-def draw_by_torch(table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState]) -> list[int]:
-    return _draw(table.take(list(chosen)), states)
+class RowKernels(RowSearch, Protocol):
+    """What searches rows of logits, and draws from them."""
+
+    def draw(
+        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], edits: RowTable | None = None
+    ) -> list[int]:
+        """Columns that are drawn of a table's `chosen` rows, for their states; of greedy ones the first of the largest.
+        `edits` [chosen]: what stands in the place of some scores of a table of all tokens."""
+        ...
+
+
+class TorchKernels(TorchRows):
+    """`RowKernels` by PyTorch, on any device."""
+
+    def draw(
+        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], edits: RowTable | None = None
+    ) -> list[int]:
+        copied = table.take(list(chosen))
+        if edits is not None:
+            assert edits.ids is not None, "they name tokens"
+            at, there = np.nonzero(edits.ids < copied.scores.shape[1])
+            columns = torch.from_numpy(edits.ids[at, there])
+            copied.scores[torch.from_numpy(at), columns] = edits.scores[at, there]
+        return _choose(copied, states)
 
 
 class Sampler:
     """Chooses one token per row. Keeps nothing between calls: all state is in the `SamplingState`s."""
 
-    def __init__(self, draw: Draw = draw_by_torch) -> None:
-        self._draw = draw
+    def __init__(self, kernels: RowKernels | None = None) -> None:
+        """`kernels`: PyTorch's unless given."""
+        self._kernels = kernels or TorchKernels()
 
     def sample(self, logits: Tensor | RowLogits, states: Sequence[SamplingState]) -> list[SampledToken]:
         """One token per row of `logits`: what `collect` brought for `wants_of(states)`, or the whole
@@ -158,39 +177,84 @@ class Sampler:
         logprobs: dict[int, TokenLogprobs] = {}
         with threads_for(rows):
             for table in logits.tables:
-                _sample_table(table, states, masks, tokens, self._draw)
-                logprobs |= _logprobs(table, logits.log_sums, tokens, states)
+                _sample_table(table, states, masks, tokens, self._kernels)
+                logprobs |= _logprobs(table, logits, tokens, states, self._kernels)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
 def _sample_table(
-    table: RowTable, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int], draw: Draw
+    table: RowTable, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int], kernels: RowKernels
 ) -> None:
     """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
-    edited = [at for at, row in enumerate(table.rows) if states[row].edits_logits or row in masks]
-    others = set(range(len(table.rows))).difference(edited)
-    _draw_into(tokens, table, [at for at in sorted(others) if not states[table.rows[at]].greedy], states, draw)
-    if not edited:
-        return
-    copied = table.take(edited)
-    of_rows = [states[row] for row in copied.rows]
-    _apply_masks(copied, masks)
-    _apply_penalties(copied, of_rows)
-    _apply_biases(copied, of_rows)
-    _apply_bans(copied, of_rows)
-    greedy = [at for at, state in enumerate(of_rows) if state.greedy]
-    for at, column in zip(greedy, copied.scores[greedy].argmax(dim=-1).tolist(), strict=True):
-        tokens[copied.rows[at]] = copied.token(at, column)
-    _draw_into(tokens, copied, [at for at, state in enumerate(of_rows) if not state.greedy], states, draw)
+    plain, touched, copied = [], [], []
+    for at, row in enumerate(table.rows):
+        state = states[row]
+        if not state.edits_logits and row not in masks:
+            if not state.greedy:
+                plain.append(at)
+        elif (
+            table.ids is None
+            and table.scores.device.type == "cpu"
+            and row not in masks
+            and not state.has_allowed_tokens
+        ):
+            touched.append(at)
+        else:
+            copied.append(at)
+    _draw_into(tokens, table, plain, states, kernels)
+    if touched:
+        edits = _touched(table, touched, [states[table.rows[at]] for at in touched])
+        _edit(edits, [states[row] for row in edits.rows])
+        _draw_into(tokens, table, touched, states, kernels, edits)
+    if copied:
+        edited = table.take(copied)
+        _apply_masks(edited, masks)
+        _edit(edited, [states[row] for row in edited.rows])
+        _draw_into(tokens, edited, list(range(len(copied))), states, kernels)
 
 
 def _draw_into(
-    tokens: list[int], table: RowTable, drawn: list[int], states: Sequence[SamplingState], draw: Draw
+    tokens: list[int],
+    table: RowTable,
+    chosen: list[int],
+    states: Sequence[SamplingState],
+    kernels: RowKernels,
+    edits: RowTable | None = None,
 ) -> None:
-    if drawn:
-        columns = draw(table, drawn, [states[table.rows[at]] for at in drawn])
-        for at, column in zip(drawn, columns, strict=True):
+    if chosen:
+        columns = kernels.draw(table, chosen, [states[table.rows[at]] for at in chosen], edits)
+        for at, column in zip(chosen, columns, strict=True):
             tokens[table.rows[at]] = table.token(at, column)
+
+
+def _touched(table: RowTable, chosen: list[int], states: Sequence[SamplingState]) -> RowTable:
+    """Of a table of all tokens: for each of `chosen` the tokens whose logits its state edits."""
+    ids = [state.edited for state in states]
+    vocab_size = table.scores.shape[1]
+    padded = np.full((len(ids), max(map(len, ids))), vocab_size, np.int64)
+    for row, one in zip(padded, ids, strict=True):
+        row[: len(one)] = one
+    columns = torch.from_numpy(padded.clip(max=vocab_size - 1))
+    scores = table.scores[torch.tensor(chosen)[:, None], columns].float()
+    return RowTable([table.rows[at] for at in chosen], scores, padded)
+
+
+def _edit(table: RowTable, states: list[SamplingState]) -> None:
+    _apply_penalties(table, states)
+    _apply_biases(table, states)
+    _apply_bans(table, states)
+
+
+def _choose(table: RowTable, states: Sequence[SamplingState]) -> list[int]:
+    drawn = [at for at, state in enumerate(states) if not state.greedy]
+    if len(drawn) == len(states):
+        return _draw(table, states)
+    columns: list[int] = table.scores.argmax(dim=-1).tolist()
+    if drawn:
+        draws = _draw(table.take(drawn), [states[at] for at in drawn])
+        for at, column in zip(drawn, draws, strict=True):
+            columns[at] = column
+    return columns
 
 
 def _apply_masks(table: RowTable, masks: Mapping[int, Mask]) -> None:
@@ -279,26 +343,29 @@ def _draw(table: RowTable, states: Sequence[SamplingState]) -> list[int]:
 
 
 def _logprobs(
-    table: RowTable, of_all: NDArray[np.float32], tokens: list[int], states: Sequence[SamplingState]
+    table: RowTable, logits: RowLogits, tokens: list[int], states: Sequence[SamplingState], kernels: RowKernels
 ) -> dict[int, TokenLogprobs]:
     """By row, for the rows that ask: the chosen token's log probability and the most likely ones."""
-    asking = [at for at, row in enumerate(table.rows) if states[row].params.logprobs >= 0]
-    if not asking:
+    asking = np.array([at for at, row in enumerate(table.rows) if states[row].params.logprobs >= 0], np.int64)
+    if not len(asking):
         return {}
-    asked = table.take(asking)
-    if asked.ids is None:
-        log_sums = asked.scores.logsumexp(dim=-1, keepdim=True)
+    rows = [table.rows[at] for at in asking]
+    wanted = [states[row].params.logprobs for row in rows]
+    if table.ids is None:
+        log_sums = kernels.log_sums(table.scores, asking, logits.largest[rows])
     else:
-        log_sums = torch.from_numpy(of_all[asked.rows])[:, None].to(asked.scores.device)
-    logprobs = asked.scores - log_sums
-    wanted = [states[row].params.logprobs for row in asked.rows]
-    chosen = [asked.columns(at, np.array([tokens[row]]))[0].tolist() for at, row in enumerate(asked.rows)]
-    own: list[float] = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device)).squeeze(1).tolist()
-    top = logprobs.topk(min(max(wanted), logprobs.shape[1]), dim=-1)
-    values: list[list[float]] = top.values.tolist()
-    columns: list[list[int]] = top.indices.tolist()
+        log_sums = logits.log_sums[rows]
+    wants = np.zeros(len(asking), WANT)
+    wants["count"] = max([1, *wanted])
+    few = kernels.few(table.scores, asking, wants, 0)
+    order = np.lexsort((few.ids, -few.values, few.rows))
+    starts = np.cumsum(few.lengths) - few.lengths
+    chosen = [table.columns(at, np.array([tokens[row]]))[0][0] for at, row in zip(asking, rows, strict=True)]
+    own = table.scores[torch.from_numpy(asking), torch.tensor(chosen)].float().cpu().numpy() - log_sums
     found = {}
-    for at, (row, count) in enumerate(zip(asked.rows, wanted, strict=True)):
-        ids = [asked.token(at, column) for column in columns[at][:count]]
-        found[row] = TokenLogprobs(own[at], list(zip(ids, values[at][:count], strict=True)))
+    for at, (row, count) in enumerate(zip(rows, wanted, strict=True)):
+        best = order[starts[at] : starts[at] + count]
+        ids = [table.token(asking[at], column) for column in few.ids[best].tolist()]
+        values = (few.values[best] - log_sums[at]).tolist()
+        found[row] = TokenLogprobs(float(own[at]), list(zip(ids, values, strict=True)))
     return found

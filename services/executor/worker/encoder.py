@@ -36,7 +36,7 @@ from services.executor.model.pooling import (
     most_tokens,
     read_vectors,
 )
-from services.executor.sampling.sampler import Draw, draw_by_torch
+from services.executor.sampling.sampler import TorchKernels
 from services.executor.worker.weights import Report, context_of
 from shared.errors import ConfigurationError
 
@@ -73,7 +73,7 @@ class EncoderRunner:
         # What the last step has pooled, on rank 0: float32 [P, size]; or the logits of classes [P, labels].
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         self.scored: PromptTokenScores = no_scores()
-        self.draw: Draw = draw_by_torch  # nothing is drawn
+        self.rows = TorchKernels()  # nothing is drawn
 
     @property
     def vocab_size(self) -> int:

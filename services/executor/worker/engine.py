@@ -113,7 +113,7 @@ class RingEngine:
         where = Directories(self._directory, draft)
         with told_of_file(self._directory):
             self._member = Worker.load(self._settings, self._spec, self._board, where, device, collectives, progress)
-        self._sampler = Sampler(self._member.runner.draw)
+        self._sampler = Sampler(self._member.runner.rows)
         self._said_before = self._member.collectives.busy_seconds
         self._board.communicated = lambda: collectives.busy_seconds
         self._draft_sampler = self._member.draft_sampler
@@ -306,8 +306,8 @@ class Worker:
         if self._draft is None:
             return None
         spec = self.engine_spec
-        translation, draw = self._draft.translation, self.runner.draw
-        return DraftSampler(spec.vocab_size, self._draft.context_length, spec.block_size, translation, draw)
+        translation, rows = self._draft.translation, self.runner.rows
+        return DraftSampler(spec.vocab_size, self._draft.context_length, spec.block_size, translation, rows)
 
     def keep(self) -> None:
         """`Share.keep`, of all models."""

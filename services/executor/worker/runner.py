@@ -33,16 +33,13 @@ from services.executor.native.library import LEVEL
 from services.executor.sampling.candidates import (
     WANT,
     RowLogits,
-    RowSearch,
-    RowTable,
-    TorchRows,
     collect,
     collect_largest,
     only_largest,
     score,
     threads_for,
 )
-from services.executor.sampling.sampler import Draw, draw_by_torch
+from services.executor.sampling.sampler import RowKernels, TorchKernels
 from shared.errors import ModelLoadError
 
 log = structlog.get_logger(__name__)
@@ -84,10 +81,6 @@ class _HiddenStateHook:
         return sums_of(self._states[0], pools)
 
 
-class NativeRowKernels(RowSearch, Protocol):
-    def draw(self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState]) -> list[int]: ...
-
-
 @runtime_checkable
 class NativeKernels(Decoder, Protocol):
     """A decoder on the host whose layers wait for blocks that are restored meanwhile."""
@@ -103,7 +96,7 @@ class NativeKernels(Decoder, Protocol):
         ...
 
     @property
-    def rows(self) -> NativeRowKernels:
+    def rows(self) -> RowKernels:
         """Searches its logits, and draws from them."""
         ...
 
@@ -188,10 +181,8 @@ class ModelRunner:
         self.is_exact = self.is_native or exact
         self._attention = attention
         self._steps = steps
-        self._search: RowSearch = TorchRows() if decoder is None else TorchRows(decoder.largest)
-        self.draw: Draw = draw_by_torch
-        if self._native is not None:
-            self._search, self.draw = self._native.rows, self._native.rows.draw
+        by_torch = TorchKernels() if decoder is None else TorchKernels(decoder.largest)
+        self.rows: RowKernels = by_torch if self._native is None else self._native.rows
         self._store = store
         self._copier = BlockCopier(store, spill, collectives)
         self._collectives = collectives
@@ -353,7 +344,7 @@ class ModelRunner:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
             with threads_for(len(wants)):
-                return collect(local, wants, self._collectives, self._widths, self._search, self._left_out)
+                return collect(local, wants, self._collectives, self._widths, self.rows, self._left_out)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None

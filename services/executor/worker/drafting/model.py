@@ -18,7 +18,7 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.sampling.candidates import RowLogits
-from services.executor.sampling.sampler import Draw, Sampler, draw_by_torch
+from services.executor.sampling.sampler import RowKernels, Sampler
 from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share
@@ -82,14 +82,14 @@ class DraftSampler:
         context_length: int,
         block_size: int,
         translation: Translation | None = None,
-        draw: Draw = draw_by_torch,
+        kernels: RowKernels | None = None,
     ) -> None:
         """`vocab_size`: of the model that is served; `context_length`, `translation`: of the draft model."""
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._block_size = block_size
         self._translation = translation
-        self._sampler = Sampler(draw)
+        self._sampler = Sampler(kernels)
 
     def propose(self, draft: DraftPlan, samples: Sequence[SamplingState], compute: Compute) -> list[list[DraftToken]]:
         """`Engine.draft`. Behind a token that the model that is served does not have, or a position that the draft

@@ -64,7 +64,7 @@ def drawn(rows: NativeRows, logits: torch.Tensor, states: list[SamplingState], c
 
     found, *_ = on_ring(len(spans), work)
     assert found is not None
-    return Sampler(rows.draw).sample(found, states)
+    return Sampler(rows).sample(found, states)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -160,12 +160,20 @@ def test_every_level_draws_and_weighs_the_same() -> None:
         tables = [
             (table.scores.numpy().tobytes(), table.totals is None or table.totals.tolist()) for table in found.tables
         ]
-        told.add(repr((tables, [one.token for one in Sampler(rows.draw).sample(found, states)])))
+        told.add(repr((tables, [one.token for one in Sampler(rows).sample(found, states)])))
         library.rz_decoder_free(handle)
     assert len(told) == 1
+
+
+def test_tables_of_other_types_are_copied(rows: NativeRows) -> None:
+    """A draft head may compute by PyTorch, in bf16."""
+    states = states_of({}, {"logprobs": 3}, {"top_p": 0.9, "logprobs": 2}, seeds=30)
+    logits = logits_of(2, len(states), torch.bfloat16)
+    found = collect(logits, wants_of(states, logits.shape[1]), SingleRank(), [logits.shape[1]])
+    assert_same(Sampler(rows).sample(found, states), Sampler().sample(logits, states))  # type: ignore[arg-type]
 
 
 def test_without_memory_it_says_so(rows: NativeRows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_library", type("Full", (), {"rz_decoder_draw": staticmethod(lambda *_: 1)}))
     with pytest.raises(ConfigurationError, match="no memory for sampling"):
-        Sampler(rows.draw).sample(logits_of(1, 1, torch.float32), states_of({}))
+        Sampler(rows).sample(logits_of(1, 1, torch.float32), states_of({}))
