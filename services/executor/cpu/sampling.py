@@ -35,8 +35,8 @@ def _draw_of(state: SamplingState) -> tuple[float, ...]:
 
 
 class NativeRows:
-    """`RowKernels` on a decoder's threads; copies logits [R, V] that are not float32, or not contiguous. One caller at a
-    time."""
+    """`RowKernels` on a decoder's threads; copies logits [R, V] that are not contiguous or not float32. One caller at
+    a time."""
 
     def __init__(self, library: Any, handle: int) -> None:
         """`library`: the kernels of the level of the decoder, which is open as long as this is used."""

@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,7 @@ from shared.model_store import packed
 
 log = structlog.get_logger(__name__)
 
+_CLAIMS, _PAUSE = 50, 0.01  # how often a file to write is asked for, and seconds between
 _SAMPLE = 1 << 16  # bytes of the end of each large file that are looked at
 _SMALL = 1 << 26  # bytes up to which a file of JSON is read whole
 # The packages and files that decide what is in a file of packed weights.
@@ -166,7 +168,7 @@ class WeightCache:
             return f"they take {size} bytes, more than RYZANSTEIN_WEIGHT_CACHE_BYTES ({self._limit})"
         for rest in self._others(packed.UNFINISHED):
             if not rest.needed:  # a rank was killed while it wrote
-                packed.discard(rest.path)
+                packed.discard_unwritten(rest.path)
         files = sorted(self._others(packed.ENDING), key=lambda file: (file.needed, file.used))
         total = sum(file.bytes for file in [*files, *self._others(packed.UNFINISHED)]) + size
         for file in files:
@@ -194,18 +196,23 @@ def _size_of(model: PackedModel) -> int:
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[tuple[int | None, Path]]:
     """(`path` open for writing, and nobody else's for as long, itself); None for the first while it is another's."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+    for _ in range(_CLAIMS):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None, path
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # by who writes it, or by who looks for a moment whether anybody does
+                time.sleep(_PAUSE)
+                continue
+            if not os.fstat(fd).st_nlink:  # somebody has taken it for one that was left behind
+                continue
+            # Whoever had it before may have renamed it: then it is a finished file by now.
+            still = path.exists() and os.path.samestat(path.stat(), os.fstat(fd))
+            yield (fd if still and _is_ours(os.fstat(fd)) else None), path
             return
-        # Whoever had it before may have renamed it: then it is a finished file by now.
-        still = path.exists() and os.path.samestat(path.stat(), os.fstat(fd))
-        yield (fd if still and _is_ours(os.fstat(fd)) else None), path
-    finally:
-        os.close(fd)
+        finally:
+            os.close(fd)
+    yield None, path
 
 
 def _is_ours(found: os.stat_result) -> bool:

@@ -1,5 +1,6 @@
 """Packed weights in files: what is read computes what was built, and what is not whole, ours or of now is not read."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -23,6 +24,7 @@ from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner, widths_of
+from shared.model_store import packed
 from shared.model_store.packed import packed_files
 from tests.unit.executor.cpu.test_decoder import runner_of
 from tests.unit.executor.model.lanes import in_lanes
@@ -318,6 +320,33 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
         cache.keep(facts, runner.packed)
         assert cache.find() is None
     cache.keep(facts, runner.packed)
+    assert read(cache) is not None
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_who_looks_for_what_was_left_behind_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """Another rank looks at a file that has been made, and that its writer has not locked yet."""
+    model = model_of(tmp_path / "model")
+    facts, runner = built(model)
+    assert runner.packed is not None
+    cache, lock, looked = cache_of(tmp_path, model), fcntl.flock, list[Path]()
+    with contextlib.ExitStack() as looking:
+
+        def after_another(fd: int, how: int) -> None:
+            [partial] = (tmp_path / "cache").glob("*.partial")
+            if not looked:
+                looked.append(partial)
+                if removed:
+                    packed.discard_unwritten(partial)
+                else:
+                    lock(looking.enter_context(partial.open("wb")), how)
+            lock(fd, how)
+
+        monkeypatch.setattr(weight_cache.fcntl, "flock", after_another)
+        monkeypatch.setattr(weight_cache.time, "sleep", lambda pause: looking.close())
+        cache.keep(facts, runner.packed)
     assert read(cache) is not None
 
 
