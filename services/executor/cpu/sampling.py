@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.core.sampling_state import SamplingState
 from services.executor.native.library import RzCandidates, RzDraws
-from services.executor.sampling.candidates import WANT, Few, Floats, Int64Array, RowTable, Wants, largest_of
+from services.executor.sampling.candidates import WANT, Few, Floats, Int64Array, RowChanges, RowTable, Wants, largest_of
 from shared.errors import ConfigurationError
 
 _NO_ROOM = "There is no memory for sampling; serve fewer sequences at a time (RYZANSTEIN_MAX_SEQUENCES)."
@@ -67,7 +67,7 @@ class NativeRows:
         return self._candidates(logits, rows, wants, largest, start, alone=alone)
 
     def draw(
-        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], edits: RowTable | None = None
+        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], changes: RowChanges | None = None
     ) -> list[int]:
         draws = np.array([_GREEDY if state.greedy else _draw_of(state) for state in states], _DRAW)
         if table.totals is not None:
@@ -82,10 +82,11 @@ class NativeRows:
             count=len(chosen),
             columns=columns.ctypes.data,
         )
-        if edits is not None:
-            assert edits.ids is not None, "they name tokens"
-            places, edited = np.ascontiguousarray(edits.ids), edits.scores.contiguous()
+        if changes is not None:
+            places, edited = np.ascontiguousarray(changes.places), changes.scores.contiguous()
             job.places, job.edits, job.edited = places.ctypes.data, edited.data_ptr(), places.shape[1]
+            masks = np.array([0 if one is None else one.ctypes.data for one in changes.allowed], np.uintp)
+            job.allowed = masks.ctypes.data if masks.any() else None
         self._run(self._library.rz_decoder_draw, job)
         found: list[int] = columns.tolist()
         return found

@@ -299,6 +299,7 @@ class RzDraws(ctypes.Structure):
         ("places", c_void_p),
         ("edits", c_void_p),
         ("edited", c_int64),
+        ("allowed", c_void_p),
         ("columns", c_void_p),
     ]
 

@@ -393,13 +393,15 @@ static long draw_from_some(const float *scores, long width, float largest, const
     return last;
 }
 
-/* A row with what stands in the place of some of its scores, in `to`. */
-static const float *edited_row(const rz_draws *job, long row, const float *scores, float *to)
+/* A row with what stands in the place of some of its scores, and nothing where nothing may be drawn, in `to`. */
+static const float *changed_row(const rz_draws *job, long row, const uint8_t *allowed, const float *scores, float *to)
 {
     memcpy(to, scores, sizeof *to * (size_t)job->width);
     for (long i = row * job->edited; i < (row + 1) * job->edited; i++)
         if (job->places[i] < job->width)
             to[job->places[i]] = job->edits[i];
+    for (long i = 0; allowed && i < job->width; i++)
+        to[i] = allowed[i] ? to[i] : -INFINITY;
     return to;
 }
 
@@ -410,20 +412,25 @@ static void draw_task(void *argument, long row, long next, int thread)
     const rz_draws *job = by->of;
     const rz_draw *of = &job->of[row];
     const float *scores = job->scores + job->rows[row] * job->width;
+    const uint8_t *allowed = job->allowed ? job->allowed[row] : NULL;
     const int from_all = !(of->top_k > 0 && of->top_k < job->width) && of->top_p >= 1 && of->min_p <= 0;
+    const int changed = job->edited || allowed;
     const size_t width = (size_t)job->width;
-    int64_t *ids = from_all && !job->edited ? NULL : malloc((sizeof *ids + 3 * sizeof(float)) * width);
-    if (!ids && (!from_all || job->edited)) {
+    int64_t *ids = from_all && !changed ? NULL : malloc((sizeof *ids + 3 * sizeof(float)) * width);
+    if (!ids && (!from_all || changed)) {
         by->no_memory = 1;
         return;
     }
     float *room = (float *)(ids + width);
-    if (job->edited)
-        scores = edited_row(job, row, scores, room + 2 * width);
+    if (changed)
+        scores = changed_row(job, row, allowed, scores, room + 2 * width);
     const float largest = largest_within(scores, 0, job->width);
     draw_space space = { ids, room, room + width };
-    job->columns[row] = from_all ? draw_from_all(scores, job->width, largest, of)
-                                 : draw_from_some(scores, job->width, largest, of, &space);
+    if (largest == -INFINITY)
+        job->columns[row] = -1;
+    else
+        job->columns[row] = from_all ? draw_from_all(scores, job->width, largest, of)
+                                     : draw_from_some(scores, job->width, largest, of, &space);
     free(ids);
 }
 

@@ -56,7 +56,8 @@ typedef struct {
     const int64_t *places;
     const float *edits;
     int64_t edited;
-    int64_t *columns; /* [count]: what is drawn */
+    const uint8_t *const *allowed; /* [count] of [width]: whether each may be drawn; null, all or of a row: all may */
+    int64_t *columns;              /* [count]: what is drawn; -1 where nothing may be */
 } rz_draws;
 
 #endif

@@ -24,7 +24,7 @@ Of equal logits the smaller token comes first.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.prompt_results import PromptTokenScores
+from services.executor.core.sampling_state import Mask
 from services.executor.core.step_plan import Int32Array
 
 MOST_CANDIDATES = 1024  # rows whose top-k is wider are gathered whole
@@ -81,6 +82,14 @@ class RowTable:
             return tokens, np.ones(len(tokens), np.bool_)
         columns = np.searchsorted(self.ids[at], tokens).clip(max=self.ids.shape[1] - 1)
         return columns, self.ids[at, columns] == tokens
+
+
+class RowChanges(NamedTuple):
+    """What some rows of all tokens' logits are drawn with: nothing of it is copied into the rows themselves."""
+
+    places: Int64Array  # [n, most of a row]: columns whose scores are others; the width where there are no more
+    scores: Tensor  # float32, as `places`: what stands there
+    allowed: Sequence[Mask | None]  # of each row: which columns may be drawn at all, contiguous; None: all
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.engine import BadLogits, SampledToken
+from services.executor.core.engine import BadLogits, GrammarFailed, SampledToken
 from services.executor.core.sampling_state import Mask, SamplingState
 from services.executor.sampling.candidates import (
     MOST_CANDIDATES,
     WANT,
+    RowChanges,
     RowLogits,
     RowSearch,
     RowTable,
@@ -43,6 +44,9 @@ from shared.messages import TokenLogprobs
 
 # Most likely tokens among which a top-p set is sought first; a full sort only where it is wider.
 _NUCLEUS = 1024
+_NOTHING_LEFT = (
+    "Format, `allowed_token_ids`, `bad_words` and `min_tokens` of this request leave no next token; ask for less."
+)
 
 
 def keep_top_k(probs: Tensor, top_k: list[int]) -> None:
@@ -122,10 +126,10 @@ class RowKernels(RowSearch, Protocol):
     """What searches rows of logits, and draws from them."""
 
     def draw(
-        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], edits: RowTable | None = None
+        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], changes: RowChanges | None = None
     ) -> list[int]:
-        """Columns that are drawn of a table's `chosen` rows, for their states; of greedy ones the first of the largest.
-        `edits` [chosen]: what stands in the place of some scores of a table of all tokens."""
+        """Columns that are drawn of a table's `chosen` rows, for their states; of greedy ones the first of the largest,
+        and -1 where none may be drawn. `changes`: of these rows, for a table of all tokens."""
         ...
 
 
@@ -133,14 +137,18 @@ class TorchKernels(TorchRows):
     """`RowKernels` by PyTorch, on any device."""
 
     def draw(
-        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], edits: RowTable | None = None
+        self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], changes: RowChanges | None = None
     ) -> list[int]:
         copied = table.take(list(chosen))
-        if edits is not None:
-            assert edits.ids is not None, "they name tokens"
-            at, there = np.nonzero(edits.ids < copied.scores.shape[1])
-            columns = torch.from_numpy(edits.ids[at, there])
-            copied.scores[torch.from_numpy(at), columns] = edits.scores[at, there]
+        if changes is not None:
+            at, there = np.nonzero(changes.places < copied.scores.shape[1])
+            columns = torch.from_numpy(changes.places[at, there])
+            copied.scores[torch.from_numpy(at), columns] = changes.scores[torch.from_numpy(at), torch.from_numpy(there)]
+            for row, allowed in enumerate(changes.allowed):
+                if allowed is not None:
+                    copied.scores[row].masked_fill_(torch.from_numpy(~allowed).to(copied.scores.device), -torch.inf)
+            nothing = (copied.scores.amax(dim=-1) == -torch.inf).tolist()
+            return [-1 if none else column for none, column in zip(nothing, _choose(copied, states), strict=True)]
         return _choose(copied, states)
 
 
@@ -186,31 +194,23 @@ def _sample_table(
     table: RowTable, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int], kernels: RowKernels
 ) -> None:
     """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
-    plain, touched, copied = [], [], []
+    plain, changed = [], []
     for at, row in enumerate(table.rows):
-        state = states[row]
-        if not state.edits_logits and row not in masks:
-            if not state.greedy:
-                plain.append(at)
-        elif (
-            table.ids is None
-            and table.scores.device.type == "cpu"
-            and row not in masks
-            and not state.has_allowed_tokens
-        ):
-            touched.append(at)
-        else:
-            copied.append(at)
+        if states[row].edits_logits or row in masks:
+            changed.append(at)
+        elif not states[row].greedy:
+            plain.append(at)
     _draw_into(tokens, table, plain, states, kernels)
-    if touched:
-        edits = _touched(table, touched, [states[table.rows[at]] for at in touched])
-        _edit(edits, [states[row] for row in edits.rows])
-        _draw_into(tokens, table, touched, states, kernels, edits)
-    if copied:
-        edited = table.take(copied)
-        _apply_masks(edited, masks)
-        _edit(edited, [states[row] for row in edited.rows])
-        _draw_into(tokens, edited, list(range(len(copied))), states, kernels)
+    if not changed:
+        return
+    of_changed = [states[table.rows[at]] for at in changed]
+    if table.ids is None:
+        changes = _changes(table, changed, of_changed, masks)
+        _draw_into(tokens, table, changed, states, kernels, changes)
+    else:
+        edited = table.take(changed)
+        _edit(edited, of_changed)
+        _draw_into(tokens, edited, list(range(len(changed))), states, kernels)
 
 
 def _draw_into(
@@ -219,27 +219,44 @@ def _draw_into(
     chosen: list[int],
     states: Sequence[SamplingState],
     kernels: RowKernels,
-    edits: RowTable | None = None,
+    changes: RowChanges | None = None,
 ) -> None:
     if chosen:
-        columns = kernels.draw(table, chosen, [states[table.rows[at]] for at in chosen], edits)
+        columns = kernels.draw(table, chosen, [states[table.rows[at]] for at in chosen], changes)
+        if -1 in columns:
+            raise GrammarFailed(
+                _NOTHING_LEFT, [table.rows[at] for at, one in zip(chosen, columns, strict=True) if one < 0]
+            )
         for at, column in zip(chosen, columns, strict=True):
             tokens[table.rows[at]] = table.token(at, column)
 
 
-def _touched(table: RowTable, chosen: list[int], states: Sequence[SamplingState]) -> RowTable:
-    """Of a table of all tokens: for each of `chosen` the tokens whose logits its state edits."""
+def _changes(
+    table: RowTable, chosen: list[int], states: Sequence[SamplingState], masks: Mapping[int, Mask]
+) -> RowChanges:
+    """Of a table of all tokens: for each of `chosen` what its state does to its logits."""
     ids = [state.edited for state in states]
     vocab_size = table.scores.shape[1]
     padded = np.full((len(ids), max(map(len, ids))), vocab_size, np.int64)
     for row, one in zip(padded, ids, strict=True):
         row[: len(one)] = one
     columns = torch.from_numpy(padded.clip(max=vocab_size - 1))
-    scores = table.scores[torch.tensor(chosen)[:, None], columns].float()
-    return RowTable([table.rows[at] for at in chosen], scores, padded)
+    rows = [table.rows[at] for at in chosen]
+    edited = RowTable(rows, table.scores[torch.tensor(chosen)[:, None], columns].float(), padded)
+    _edit(edited, states)
+    allowed = [_allowed(state, masks.get(row), vocab_size) for row, state in zip(rows, states, strict=True)]
+    return RowChanges(padded, edited.scores, allowed)
 
 
-def _edit(table: RowTable, states: list[SamplingState]) -> None:
+def _allowed(state: SamplingState, mask: Mask | None, vocab_size: int) -> Mask | None:
+    if state.bans is None or state.bans.allowed is None:
+        return mask
+    allowed = np.zeros(vocab_size, np.bool_)
+    allowed[state.bans.allowed] = True
+    return allowed if mask is None else allowed & mask
+
+
+def _edit(table: RowTable, states: Sequence[SamplingState]) -> None:
     _apply_penalties(table, states)
     _apply_biases(table, states)
     _apply_bans(table, states)
@@ -257,18 +274,7 @@ def _choose(table: RowTable, states: Sequence[SamplingState]) -> list[int]:
     return columns
 
 
-def _apply_masks(table: RowTable, masks: Mapping[int, Mask]) -> None:
-    """Minus infinity for tokens that cannot follow: nothing below raises it, or chooses it."""
-    masked = [at for at, row in enumerate(table.rows) if row in masks]
-    if not masked:
-        return
-    assert table.ids is None, "rows with a grammar come whole"
-    for at in masked:
-        out = torch.from_numpy(~masks[table.rows[at]]).to(table.scores.device)
-        table.scores[at].masked_fill_(out, -torch.inf)
-
-
-def _apply_penalties(table: RowTable, states: list[SamplingState]) -> None:
+def _apply_penalties(table: RowTable, states: Sequence[SamplingState]) -> None:
     """Repetition penalty r (CTRL, arXiv:1909.05858): a positive logit is divided by r, a negative
     one multiplied, for tokens of prompt and output. Then presence and frequency penalties (OpenAI's
     API): minus presence for tokens of the output, minus frequency times their count."""
@@ -292,7 +298,7 @@ def _apply_penalties(table: RowTable, states: list[SamplingState]) -> None:
     scores[places[0], places[1]] = torch.where(values > 0, values / factor, values * factor) - offset
 
 
-def _apply_biases(table: RowTable, states: list[SamplingState]) -> None:
+def _apply_biases(table: RowTable, states: Sequence[SamplingState]) -> None:
     rows, columns, amounts = [], [], []
     for at, state in enumerate(states):
         if state.biases is None:
@@ -308,17 +314,12 @@ def _apply_biases(table: RowTable, states: list[SamplingState]) -> None:
     scores[places[0], places[1]] += torch.from_numpy(np.concatenate(amounts)).to(scores.device)
 
 
-def _apply_bans(table: RowTable, states: list[SamplingState]) -> None:
-    """Tokens that may not be drawn get a logit of minus infinity."""
+def _apply_bans(table: RowTable, states: Sequence[SamplingState]) -> None:
+    """Banned tokens get a logit of minus infinity; those that are not among a row's allowed ones see `_allowed`."""
     scores = table.scores
     for at, state in enumerate(states):
         if state.bans is None:
             continue
-        if state.bans.allowed is not None:
-            kept = torch.from_numpy(table.columns(at, state.bans.allowed)[0]).to(scores.device)
-            values = scores[at, kept]
-            scores[at] = float("-inf")
-            scores[at, kept] = values
         columns, there = table.columns(at, state.bans.banned)
         scores[at, torch.from_numpy(columns[there]).to(scores.device)] = float("-inf")
 

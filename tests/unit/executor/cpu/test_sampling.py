@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.executor.collectives.base import Collectives, SingleRank
-from services.executor.core.engine import BadLogits, SampledToken
-from services.executor.core.sampling_state import SamplingState
+from services.executor.core.engine import BadLogits, GrammarFailed, SampledToken
+from services.executor.core.sampling_state import Mask, SamplingState
 from services.executor.cpu.sampling import NativeRows
 from services.executor.native.library import RzModel, kernels_at, levels
 from services.executor.sampling.candidates import WANT, Few, RowLogits, TorchRows, Wants, collect
@@ -75,6 +75,47 @@ def test_draws_are_pytorchs(rows: NativeRows, width: int) -> None:
     assert_same(drawn(rows, logits, states, []), expected)
     if width > 5:
         assert_same(drawn(rows, logits, states, [width // 3, width - 2]), expected)
+
+
+class Form:
+    """A grammar that lets a tenth of the tokens follow."""
+
+    complete = False
+
+    def __init__(self, width: int, seed: int) -> None:
+        self._mask = np.random.default_rng(seed).random(width) < 0.1
+        self._mask[seed % width] = True
+
+    def allowed(self) -> Mask:
+        return self._mask
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_draws_under_masks_are_pytorchs(rows: NativeRows, width: int) -> None:
+    of_few = {"allowed_token_ids": tuple(range(0, width, 3))}
+    edited = ({"logit_bias": {width // 2: 5.0}}, {"frequency_penalty": 1.0} if width > 5 else {})
+    states = states_of(*FILTERS, *edited, of_few, *({**of_few, **one} for one in edited), seeds=10)
+    for row, state in enumerate(states):
+        if row % 3:
+            state.grammar = Form(width, row)  # type: ignore[assignment]
+    logits = logits_of(width, len(states), torch.float32, width)
+    may = [form_of(state, width) for state in states]
+    left_out = [row for row, allowed in enumerate(may) if not allowed.any()]
+    if left_out:
+        for sampler in (Sampler(rows), Sampler()):
+            with pytest.raises(GrammarFailed, match="leave no next token") as caught:
+                sampler.sample(logits, states)
+            assert caught.value.rows == left_out
+    chosen = [row for row in range(len(states)) if row not in left_out]
+    logits, states = logits[chosen], [states[row] for row in chosen]
+    found = drawn(rows, logits, states, [])
+    assert_same(found, Sampler().sample(logits, states))
+    assert all(may[row][sampled.token] for row, sampled in zip(chosen, found, strict=True))
+
+
+def form_of(state: SamplingState, width: int) -> Mask:
+    every = np.ones(width, np.bool_) if state.grammar is None else state.grammar.allowed().copy()
+    return every & (np.arange(width) % 3 == 0) if state.params.allowed_token_ids else every
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
