@@ -85,6 +85,8 @@ class NativeRows:
         if changes is not None:
             places, edited = np.ascontiguousarray(changes.places), changes.scores.contiguous()
             job.places, job.edits, job.edited = places.ctypes.data, edited.data_ptr(), places.shape[1]
+            width = scores.shape[1]
+            assert all(one is None or len(one) == width for one in changes.allowed), "masks are of all tokens"
             masks = np.array([0 if one is None else one.ctypes.data for one in changes.allowed], np.uintp)
             job.allowed = masks.ctypes.data if masks.any() else None
         self._run(self._library.rz_decoder_draw, job)

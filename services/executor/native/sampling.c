@@ -292,7 +292,8 @@ static long draw_from_all(const float *scores, long width, float largest, const 
     return last_with_weight(scores, end);
 }
 
-/* The weight of the least likely one in the smallest set of likeliest ones that weighs `target` or more. Puts `weights` into another order. Arithmetic of the sums: double, in no particular order. */
+/* The weight of the least likely one in the smallest set of likeliest ones that weighs `target` or more. Puts `weights` into
+ * another order. Arithmetic of the sums: double, in no particular order. */
 static float nucleus_threshold(float *weights, long count, double target)
 {
     long low = 0, high = count; /* the threshold is among these; all before `low` weigh more than they */
@@ -393,7 +394,7 @@ static long draw_from_some(const float *scores, long width, float largest, const
     return last;
 }
 
-/* A row with what stands in the place of some of its scores, and nothing where nothing may be drawn, in `to`. */
+/* A row with what stands in the place of some of its scores, and minus infinity for what may not be drawn, in `to`. */
 static const float *changed_row(const rz_draws *job, long row, const uint8_t *allowed, const float *scores, float *to)
 {
     memcpy(to, scores, sizeof *to * (size_t)job->width);

@@ -85,7 +85,7 @@ class RowTable:
 
 
 class RowChanges(NamedTuple):
-    """What some rows of all tokens' logits are drawn with: nothing of it is copied into the rows themselves."""
+    """Changes to some rows of a table of all tokens, handed beside them, so that the rows are not copied."""
 
     places: Int64Array  # [n, most of a row]: columns whose scores are others; the width where there are no more
     scores: Tensor  # float32, as `places`: what stands there

@@ -45,7 +45,7 @@ from shared.messages import TokenLogprobs
 # Most likely tokens among which a top-p set is sought first; a full sort only where it is wider.
 _NUCLEUS = 1024
 _NOTHING_LEFT = (
-    "Format, `allowed_token_ids`, `bad_words` and `min_tokens` of this request leave no next token; ask for less."
+    "The answer's format, `allowed_token_ids`, `bad_words` and `min_tokens` together leave no next token; loosen one."
 )
 
 

@@ -77,7 +77,7 @@ def test_draws_are_pytorchs(rows: NativeRows, width: int) -> None:
         assert_same(drawn(rows, logits, states, [width // 3, width - 2]), expected)
 
 
-class Form:
+class RandomMask:
     """A grammar that lets a tenth of the tokens follow."""
 
     complete = False
@@ -97,9 +97,9 @@ def test_draws_under_masks_are_pytorchs(rows: NativeRows, width: int) -> None:
     states = states_of(*FILTERS, *edited, of_few, *({**of_few, **one} for one in edited), seeds=10)
     for row, state in enumerate(states):
         if row % 3:
-            state.grammar = Form(width, row)  # type: ignore[assignment]
+            state.grammar = RandomMask(width, row)  # type: ignore[assignment]
     logits = logits_of(width, len(states), torch.float32, width)
-    may = [form_of(state, width) for state in states]
+    may = [mask_of(state, width) for state in states]
     left_out = [row for row, allowed in enumerate(may) if not allowed.any()]
     if left_out:
         for sampler in (Sampler(rows), Sampler()):
@@ -113,7 +113,7 @@ def test_draws_under_masks_are_pytorchs(rows: NativeRows, width: int) -> None:
     assert all(may[row][sampled.token] for row, sampled in zip(chosen, found, strict=True))
 
 
-def form_of(state: SamplingState, width: int) -> Mask:
+def mask_of(state: SamplingState, width: int) -> Mask:
     every = np.ones(width, np.bool_) if state.grammar is None else state.grammar.allowed().copy()
     return every & (np.arange(width) % 3 == 0) if state.params.allowed_token_ids else every
 
