@@ -14,7 +14,7 @@ from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyW
 from nats.js.kv import KeyValue
 
 from shared.errors import BrokerFull, BrokerUnavailable, InternalError
-from shared.nats.bus import LEADER_PAUSE, Bus, encode
+from shared.nats.bus import Bus, encode
 from shared.nats.errors import BROKER_ERRORS, reason_of, translated
 from shared.nats.streams import (
     StreamWatch,
@@ -399,12 +399,4 @@ async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
 
 
 async def _existing(bus: Bus, name: str) -> KeyValue:
-    """A bucket that somebody has created: in a cluster one may be told so before one is shown it."""
-    give_up = asyncio.get_running_loop().time() + bus.patience
-    while True:
-        try:
-            return await when_led(bus, lambda: bus.jetstream().key_value(name))
-        except BucketNotFoundError:
-            if not bus.clustered or asyncio.get_running_loop().time() >= give_up:
-                raise
-        await asyncio.sleep(LEADER_PAUSE)
+    return await when_led(bus, lambda: bus.jetstream().key_value(name), created=True)

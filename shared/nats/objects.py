@@ -97,9 +97,9 @@ class Objects:
         return self._bus.jetstream().create_object_store(self._name, config)
 
     async def capacity(self) -> int:
-        """Bytes that the store may have, as it was created; 0: as many as the broker has."""
+        """Bytes that the open store may have, as it was created; 0: as many as the broker has."""
         with translated(f"look at the object store {self._name}"):
-            info = await when_led(self._bus, lambda: self._bus.jetstream().stream_info(self._stream))
+            info = await when_led(self._bus, lambda: self._bus.jetstream().stream_info(self._stream), created=True)
         return max(0, info.config.max_bytes or 0)
 
     async def info(self, name: str) -> ObjectInfo | None:

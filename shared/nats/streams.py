@@ -109,15 +109,19 @@ async def ensure_stream(bus: Bus, config: StreamConfig, *, change: bool = True) 
         raise broker_error(f"create the stream {config.name}", error) from None
 
 
-async def when_led(bus: Bus, work: Callable[[], Awaitable[T]]) -> T:
-    """Does `work` again while the cluster has no leader, for as long as one waits for a broker that starts."""
+async def when_led(bus: Bus, work: Callable[[], Awaitable[T]], *, created: bool = False) -> T:
+    """Does `work` again while the cluster has no leader, for as long as one waits for a broker that starts.
+
+    `created`: it asks for a stream that somebody has created: in a cluster one may be told so before one is shown it.
+    """
     give_up = asyncio.get_running_loop().time() + bus.patience
     while True:
         try:
             return await work()
         except BROKER_ERRORS as error:
-            waits = bus.clustered and (lacks_leader(error) or isinstance(error, TimeoutError))
-            if not waits or asyncio.get_running_loop().time() >= give_up:
+            hidden = created and isinstance(error, NotFoundError)
+            waits = hidden or lacks_leader(error) or isinstance(error, TimeoutError)
+            if not (waits and bus.clustered) or asyncio.get_running_loop().time() >= give_up:
                 raise
         await asyncio.sleep(LEADER_PAUSE)
 

@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 139_559,  # +14: rows in which nothing may follow are refused; to come: 112,000
-    ("benchmarks",): 14_135,  # +20: steps whose rows are drawn; to come: 13,000
-    ("tests",): 148_503,  # +38: draws under masks, and where nothing is left; to come: 120,000
+    ("services", "shared"): 139_555,  # to come: 112,000
+    ("benchmarks",): 14_134,  # to come: 13,000
+    ("tests",): 148_601,  # +98: ranks that are signalled for a dump, stores not shown yet; to come: 120,000
 }
 
 

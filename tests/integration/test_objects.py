@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 from structlog.testing import capture_logs
 
 from shared.errors import BrokerUnavailable, StorageFull
@@ -32,6 +33,29 @@ async def test_a_store_gets_what_room_there_is(bus: Bus) -> None:
     assert 1 << 20 <= room < 1 << 60
     await Objects(bus, "files", max_bytes=1 << 20).open()
     assert await store.capacity() == room
+
+
+async def test_a_store_that_a_cluster_does_not_show_yet_is_waited_for(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gateway has created it, and one of the servers does not know that yet."""
+    store = Objects(bus, "files", max_bytes=1 << 20)
+    await store.open()
+    look, asked = JetStreamContext.stream_info, []
+
+    async def late(self: JetStreamContext, name: str, *arguments: Any) -> Any:
+        asked.append(name)
+        if len(asked) == 1:
+            raise NotFoundError(code=404, description="stream not found")
+        return await look(self, name, *arguments)
+
+    monkeypatch.setattr(JetStreamContext, "stream_info", late)
+    with pytest.raises(BrokerUnavailable, match="stream not found"):
+        await store.capacity()
+    asked.clear()
+    monkeypatch.setattr(Bus, "clustered", True)
+    assert await store.capacity() == 1 << 20
+    assert len(asked) == 2
 
 
 async def test_a_full_store_says_so_and_keeps_nothing_of_what_did_not_fit(bus: Bus) -> None:

@@ -1,8 +1,8 @@
 """Takes a dump of a ring from outside, as the supervisor: whatever state its ranks are in.
 
 question on standard input ──▶ stacks, queues, blocks  needs a thread of Python that runs: it is waited for briefly
-signal ──▶ stacks, by a file per rank                  of ranks that do not answer: needs no interpreter, only a process
-                                                       that is not stopped
+signal ──▶ stacks, by a file per rank                  of ranks that neither answer nor go on: needs no interpreter,
+                                                       only a process that is not stopped
 /proc  ──▶ threads, twice                              needs nothing
 memory ──▶ board, flight recorder                      needs nothing
 
@@ -37,7 +37,7 @@ from shared.nats.errors import without_password
 
 LOOK = 0.02  # seconds between two looks for answers
 WINDOW = 0.1  # seconds over which a thread's use of the CPU is measured, at least
-# Seconds, or half of those that there are, after which a rank that has not answered is signalled.
+# Seconds, or half of those that there are, for which a rank has neither answered nor gone on when it is signalled.
 ANSWER_TIME = 1.0
 STEPS_SHOWN = 16
 PACKAGES = ("ryzanstein", "torch", "transformers", "numpy", "msgspec", "nats-py", "llguidance")
@@ -80,11 +80,8 @@ async def _gather(ring: Ring, still: ProgressAge, wait: float) -> dict[str, Any]
     before = await asyncio.to_thread(_samples, pids)
     at = time.monotonic()
     ranks = [_Rank(ring, rank, name, sample) for rank, sample in enumerate(before)]
-    await _wait(lambda: all(rank.told or rank.stopped for rank in ranks), at + min(ANSWER_TIME, wait / 2))
-    for rank in ranks:
-        rank.request_stacks()
+    await _wait(lambda: _are_complete(ranks, min(ANSWER_TIME, wait / 2)), at + wait)
     await asyncio.sleep(WINDOW - (time.monotonic() - at))
-    await _wait(lambda: _are_complete(ranks), at + wait)
     after = await asyncio.to_thread(_samples, pids)
     now = time.monotonic()
     beats = {beat.rank: beat for beat in board.beats()}
@@ -106,9 +103,9 @@ async def _gather(ring: Ring, still: ProgressAge, wait: float) -> dict[str, Any]
     }
 
 
-def _are_complete(ranks: list["_Rank"]) -> bool:
-    """Each is looked at: that a file has ceased to grow takes two looks."""
-    complete = [rank.is_complete() for rank in ranks]
+def _are_complete(ranks: list["_Rank"], patience: float) -> bool:
+    """Each is looked at, so that each is signalled when it is time."""
+    complete = [rank.is_complete(patience) for rank in ranks]
     return all(complete)
 
 
@@ -122,23 +119,44 @@ class _Rank:
     def __init__(self, ring: Ring, number: int, name: str, sample: ProcessSample) -> None:
         self._ring, self._number, self._before = ring, number, sample
         self._path = ring.directory / f"state-{name}-{number}"
-        self.stopped = sample.state in processes.STOPPED
+        self._stopped = sample.state in processes.STOPPED
+        self._request: StackRequest | None = None
+        self._progress, self._moved = self._look(), time.monotonic()
         ring.ask(number, ask(StateQuestion(str(self._path))))
 
     @property
-    def told(self) -> bool:
+    def _told(self) -> bool:
         return self._path.exists()
 
-    def request_stacks(self) -> None:
-        """By a signal, of a rank that has not answered by itself."""
-        missing = "a stopped process writes no stacks" if self.stopped else ""
-        missing = "it has answered" if self.told else missing
-        path = stack_file(self._ring.directory, self._number)
-        self._request = StackRequest(self._before.pid, path, missing)
+    def is_complete(self, patience: float) -> bool:
+        """Whether there is nothing more to wait for, as for a stopped process. One that neither answers nor goes on
+        for `patience` seconds is asked for its stacks by a signal; its own answer, which may come yet, says more."""
+        if self._told or self._stopped:
+            return True
+        if self._request is None and self._still() >= patience:
+            self._request = StackRequest(self._before.pid, stack_file(self._ring.directory, self._number))
+        return self._request is not None and bool(self._request.missing)
 
-    def is_complete(self) -> bool:
-        """A stopped process is not waited for."""
-        return self._request.poll() and (self.told or bool(self._request.missing))
+    def _still(self) -> float:
+        """Seconds for which it has done nothing: a rank that goes on is only slow to answer, and the signal's handler
+        would read frames that change meanwhile."""
+        progress = self._look()
+        if progress != self._progress:
+            self._progress, self._moved = progress, time.monotonic()
+        return time.monotonic() - self._moved
+
+    def _look(self) -> tuple[int, ...]:
+        ring, number = self._ring, self._number
+        beats = [(beat.step, beat.progress) for beat in ring.board.beats() if beat.rank == number]
+        return (ring.board.begun(number), ring.flight.read(number).collective.begun, *(beats[0] if beats else ()))
+
+    def _missing(self) -> str:
+        """Why there are no stacks."""
+        if self._stopped:
+            return "a stopped process writes no stacks"
+        if self._request is None:
+            return "it goes on, but did not answer in time; take the dump again"
+        return self._request.missing or "it did not answer the signal"
 
     def answer(self) -> StateAnswer | None:
         try:
@@ -159,7 +177,7 @@ class _Rank:
     ) -> RankDump:
         """`sample`: taken `seconds` after the first one."""
         now, record = time.monotonic_ns(), self._ring.flight.read(self._number)
-        stacks = answer.stacks if answer else self._request.read()
+        stacks = answer.stacks if answer else self._request.read() if self._request else []
         return RankDump(
             rank=self._number,
             pid=sample.pid,
@@ -173,7 +191,7 @@ class _Rank:
             collective=_collective(record.collective, now),
             steps=[_step(times, now) for times in record.steps(STEPS_SHOWN)],
             stacks=stacks,
-            stacks_missing="" if stacks else self._request.missing or "it did not answer the signal",
+            stacks_missing="" if stacks else self._missing(),
             answered=answer is not None,
             threads=processes.with_usage(self._before, sample, seconds),
             log=[redact(line) for line in record.lines()],

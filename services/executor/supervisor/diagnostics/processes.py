@@ -6,7 +6,7 @@ and its Python stacks, asked for by a signal: its interpreter need not take part
 It works while a thread sits in native code with the interpreter's lock. It does not while the process is stopped,
 or where the kernel does not let it be interrupted. The signal ends a process that has no handler, so that is asked
 first. The handler reads frames that a running thread may be about to let go of, which can end the process: only a
-rank that does not answer by itself is signalled.
+rank that neither answers by itself nor goes on is signalled.
 """
 
 import os
@@ -164,20 +164,9 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 class StackRequest:
     """Asks one process, and looks for its answer."""
 
-    def __init__(self, pid: int, path: Path, missing: str = "") -> None:
-        """`missing`: why it need not be asked."""
+    def __init__(self, pid: int, path: Path) -> None:
         self._path = path
-        self._size = -1
-        self.missing = missing or _ask(pid, path)  # why there will be no answer; empty where there may be one
-
-    def poll(self) -> bool:
-        """Whether the answer is complete, as far as can be told: it has not grown since the last look."""
-        if self.missing:
-            return True
-        size = _size(self._path)
-        done = size > 0 and size == self._size
-        self._size = size
-        return done
+        self.missing = _ask(pid, path)  # why there will be no answer; empty where there may be one
 
     def read(self) -> list[StackDump]:
         """What there is by now; the file is emptied for the next one."""
@@ -199,13 +188,6 @@ def _ask(pid: int, path: Path) -> str:
     except OSError as error:
         return f"the process cannot be asked ({error.strerror})"
     return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def parse(text: str, roots: list[str]) -> list[StackDump]:
