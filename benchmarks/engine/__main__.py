@@ -21,6 +21,7 @@ from shared.messages import SamplingParams
 
 DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))  # (sequences, tokens in each one's context)
 PREFILLS = (64, 256, 512)  # tokens of one prompt
+TURN = (160, 960)  # tokens of a later turn's prompt, and those that are cached before them
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = (
     SamplingParams(seed=1),
@@ -99,7 +100,8 @@ def main(
     """Step times of the engine alone."""
     stepper = make_step(model, dtype, threads)
     plans = {f"decode, {n} sequences of {context}": Decode(n, context).steps(BLOCKS, 0) for n, context in DECODES}
-    plans |= {f"prefill, {tokens} tokens": Prefill(tokens).steps(BLOCKS, 0) for tokens in PREFILLS}
+    plans |= {f"prefill, {tokens} tokens": Prefill(tokens).steps(BLOCKS, 0) for tokens in (*PREFILLS, TURN[0])}
+    plans["turn, {} tokens after {}".format(*TURN)] = Prefill(*TURN).steps(BLOCKS, 0)
     rows = []
     for name, steps in plans.items():
         stepper.prepare(steps)

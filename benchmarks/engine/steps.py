@@ -149,25 +149,29 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A whole prompt of `tokens` tokens."""
+    """A prompt of `tokens` tokens after `cached` whole blocks' tokens of its conversation."""
 
     tokens: int
+    cached: int = 0
 
     def steps(self, num_writable: int, num_quantized: int) -> Steps:
-        written = np.arange(-(-self.tokens // BLOCK))
-        plan = _prompt(self.tokens, written, written + num_writable if num_quantized else written)
-        return Steps([], structs.replace(plan, sample_rows=to_bytes([self.tokens - 1])))
+        total = self.cached + self.tokens
+        written = np.arange(-(-total // BLOCK))
+        kept = written + num_writable if num_quantized else written
+        before = [_prompt(self.cached, written, kept)] if self.cached else []
+        plan = _prompt(total, written, kept, self.cached)
+        return Steps(before, structs.replace(plan, sample_rows=to_bytes([self.tokens - 1])))
 
 
-def _prompt(tokens: int, written: Ints, kept: Ints) -> StepPlan:
-    """The first `tokens` tokens of a sequence that is `written` to these blocks, of which the full ones are `kept` in
-    those; nothing is sampled."""
+def _prompt(tokens: int, written: Ints, kept: Ints, cached: int = 0) -> StepPlan:
+    """The first `tokens` tokens of a sequence but for the `cached` ones. It is `written` to these blocks, of which the
+    full ones are `kept` in those; nothing is sampled."""
     full, last = tokens // BLOCK, (tokens - 1) // BLOCK
-    pairs = np.stack((written[:full], kept[:full]), axis=1)
+    pairs = np.stack((written[:full], kept[:full]), axis=1)[cached // BLOCK :]
     return step_plan(
-        [Row(tokens, tokens, np.append(kept[:last], written[last]), written)],
+        [Row(tokens, tokens - cached, np.append(kept[:last], written[last]), written)],
         num_decodes=0,
-        token_ids=_tokens(tokens),
+        token_ids=_tokens(tokens - cached),
         sample_rows=b"",
         compressions=to_bytes(pairs[pairs[:, 0] != pairs[:, 1]]),
         state_slots=to_bytes([0]),

@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT
 # By the folders that are counted together.
 CEILINGS = {
     ("services", "shared"): 139_555,  # to come: 112,000
-    ("benchmarks",): 14_134,  # to come: 13,000
+    ("benchmarks",): 14_140,  # +6: a later turn of a conversation; to come: 13,000
     ("tests",): 148_601,  # +98: ranks that are signalled for a dump, stores not shown yet; to come: 120,000
 }
 

@@ -216,7 +216,7 @@ static void raise_largest(rz_attention_memory *scratch, int begin, int end)
         const f32 before = f32_load(scratch->largest + query);
         const f32 now = f32_max(f32_load(scratch->peaks + query), before);
         f32_store_some(these, scratch->largest + query, now);
-        f32_store_some(these, scratch->keep + query, exp2_f32(f32_sub(before, now)));
+        f32_store_some(these, scratch->keep + query, exp2_nonpositive_f32(f32_sub(before, now)));
     }
 }
 
@@ -229,7 +229,7 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, const float *scales
     f32 total = f32_zero();
 #pragma GCC unroll 4
     for (int key = 0; key < used; key += LANES) {
-        const f32 weight = exp2_f32(f32_sub(f32_load(scores + key), base));
+        const f32 weight = exp2_nonpositive_f32(f32_sub(f32_load(scores + key), base));
         total = f32_add(total, weight);
         const f32 share = f32_mul(weight, f32_load(scales + key));
         if (few)

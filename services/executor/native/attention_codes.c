@@ -146,7 +146,7 @@ RZ_INLINE f32 weigh_scores_as_digits(const float *scores, float peak, const floa
     i32 numbers[GROUPS];
 #pragma GCC unroll 4
     for (int i = 0; i < GROUPS; i++) {
-        const f32 weight = exp2_f32(f32_sub(f32_load(scores + i * LANES), base));
+        const f32 weight = exp2_nonpositive_f32(f32_sub(f32_load(scores + i * LANES), base));
         total = f32_add(total, weight);
         numbers[i] = i32_from_f32(f32_mul(weight, f32_load(shares + i * LANES)));
     }
@@ -246,7 +246,7 @@ static void join_rounds(rz_attention_memory *memory, const some_queries *queries
     const lanes these = lanes_first(queries->count);
     const f32 before = f32_load(memory->largest + query), peak = f32_load(memory->peaks + query);
     const f32 now = f32_max(before, peak);
-    const f32 keep = exp2_f32(f32_sub(before, now)), share = exp2_f32(f32_sub(peak, now));
+    const f32 keep = exp2_nonpositive_f32(f32_sub(before, now)), share = exp2_nonpositive_f32(f32_sub(peak, now));
     const f32 total = f32_fma(f32_load(memory->total + query), keep, f32_mul(f32_load(memory->added + query), share));
     const f32 nothing = f32_mul(f32_load(memory->units + query), f32_zero());
     f32_store_some(these, memory->largest + query, now);

@@ -34,14 +34,6 @@ RZ_INLINE float bf16_to_float(bf16 value)
     return both.value;
 }
 
-/* Rounded to bf16. */
-RZ_INLINE f32 f32_as_bf16(f32 a)
-{
-    bf16 rounded[LANES];
-    f32_store_bf16(rounded, a);
-    return f32_load_bf16(rounded);
-}
-
 /* 16 values rounded to bf16, as gemm.c multiplies them: bf16, or float32 where the two of a pair take turns. */
 RZ_INLINE void f32_store_operands(operand *to, f32 a)
 {
@@ -51,10 +43,9 @@ RZ_INLINE void f32_store_operands(operand *to, f32 a)
         f32_store((float *)to, f32_as_bf16(a));
 }
 
-/* 2^x, relative error below 1.5e-7 (of the polynomials of degree 5 that are 1 at 0, the one with the smallest relative
- * error on [0, 1]); 0 for NaN, -inf and all below -126: what is smaller than normal numbers takes many times as long, and
- * every key that a query does not see was so. */
-RZ_INLINE f32 exp2_f32(f32 x)
+/* 2^(x - floor(x)), in [1, 2]: of the polynomials of degree 5 that are 1 at 0, the one with the smallest relative error on
+ * [0, 1]. */
+RZ_INLINE f32 exp2_of_fraction(f32 x)
 {
     const f32 part = f32_fraction(x);
     f32 sum = f32_set1(1.867130213e-3f);
@@ -62,8 +53,20 @@ RZ_INLINE f32 exp2_f32(f32 x)
     sum = f32_fma(sum, part, f32_set1(5.579991332e-2f));
     sum = f32_fma(sum, part, f32_set1(2.401644501e-1f));
     sum = f32_fma(sum, part, f32_set1(6.931513118e-1f));
-    sum = f32_fma(sum, part, f32_set1(1.0f));
-    return f32_times_power(sum, x);
+    return f32_fma(sum, part, f32_set1(1.0f));
+}
+
+/* 2^x, relative error below 1.5e-7; 0 for NaN, -inf and all below -126: what is smaller than normal numbers takes many times
+ * as long, and every key that a query does not see was so. */
+RZ_INLINE f32 exp2_f32(f32 x)
+{
+    return f32_times_power(exp2_of_fraction(x), x);
+}
+
+/* The same of x up to 0. */
+RZ_INLINE f32 exp2_nonpositive_f32(f32 x)
+{
+    return f32_times_nonpositive_power(exp2_of_fraction(x), x);
 }
 
 RZ_INLINE f32 exp_f32(f32 x)

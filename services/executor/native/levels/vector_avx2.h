@@ -110,6 +110,16 @@ RZ_INLINE __m256 times_power(__m256 a, __m256 power)
 
 RZ_INLINE f32 f32_times_power(f32 a, f32 power) { return HALVES2(f32, times_power, a, power); }
 
+RZ_INLINE __m256 times_nonpositive_power(__m256 a, __m256 power)
+{
+    const __m256 normal = _mm256_cmp_ps(power, _mm256_set1_ps(-126.0f), _CMP_GE_OQ);
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(power)), 23);
+    return _mm256_and_ps(normal, as_float(_mm256_add_epi32(bits_of(a), exponent)));
+}
+
+/* The same of powers up to 0 and a in [1, 2]. */
+RZ_INLINE f32 f32_times_nonpositive_power(f32 a, f32 power) { return HALVES2(f32, times_nonpositive_power, a, power); }
+
 /* In the order of AVX-512's. */
 RZ_INLINE float f32_sum(f32 a)
 {
@@ -153,14 +163,19 @@ RZ_INLINE f32 f32_load_bf16(const bf16 *from)
     return (f32){ as_float(_mm256_slli_epi32(values.low, 16)), as_float(_mm256_slli_epi32(values.high, 16)) };
 }
 
-/* Its upper 16 bits, rounded to nearest even. */
-RZ_INLINE __m256i upper_rounded(__m256 a)
+/* Of each number the upper 16 bits are its bf16, to nearest even. */
+RZ_INLINE __m256i rounded_bits(__m256 a)
 {
     __m256i bits = bits_of(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    rounded = _mm256_blendv_epi8(rounded, quiet, bits_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
-    return _mm256_srli_epi32(rounded, 16);
+    return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+
+/* These bits; a NaN is one whatever its bits are. */
+RZ_INLINE __m256i upper_rounded(__m256 a)
+{
+    __m256i quiet = _mm256_or_si256(bits_of(a), _mm256_set1_epi32(0x400000));
+    quiet = _mm256_blendv_epi8(rounded_bits(a), quiet, bits_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+    return _mm256_srli_epi32(quiet, 16);
 }
 
 RZ_INLINE void f32_store_bf16(bf16 *to, f32 a)
@@ -168,6 +183,14 @@ RZ_INLINE void f32_store_bf16(bf16 *to, f32 a)
     __m256i packed = _mm256_packus_epi32(upper_rounded(a.low), upper_rounded(a.high));
     _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(packed, 0xd8));
 }
+
+RZ_INLINE __m256 as_bf16(__m256 a)
+{
+    return as_float(_mm256_and_si256(rounded_bits(a), _mm256_set1_epi32((int)0xffff0000)));
+}
+
+/* Rounded to bf16. A NaN that arithmetic has made stays one. */
+RZ_INLINE f32 f32_as_bf16(f32 a) { return HALVES(f32, as_bf16, a); }
 
 RZ_INLINE void f32_store_some_bf16(lanes some, bf16 *to, f32 a)
 {

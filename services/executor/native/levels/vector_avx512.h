@@ -53,6 +53,8 @@ RZ_INLINE f32 f32_times_power(f32 a, f32 power)
 {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(power, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), a, power);
 }
+/* The same of powers up to 0 and a in [1, 2]. */
+RZ_INLINE f32 f32_times_nonpositive_power(f32 a, f32 power) { return f32_times_power(a, power); }
 /* The largest power of two that is at most |a|; 0 for zeros and denormals. */
 RZ_INLINE f32 f32_power_below(f32 a) { return _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000))); }
 RZ_INLINE float f32_sum(f32 a) { return _mm512_reduce_add_ps(a); }
@@ -82,6 +84,12 @@ RZ_INLINE __m256i f32_to_bf16(f32 a)
     rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), quiet);
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 #endif
+}
+
+/* Rounded to bf16. */
+RZ_INLINE f32 f32_as_bf16(f32 a)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(f32_to_bf16(a)), 16));
 }
 
 RZ_INLINE void f32_store_bf16(bf16 *to, f32 a) { _mm256_storeu_si256((__m256i *)to, f32_to_bf16(a)); }

@@ -100,6 +100,16 @@ RZ_INLINE float32x4_t times_power(float32x4_t a, float32x4_t power)
 
 RZ_INLINE f32 f32_times_power(f32 a, f32 power) { PARTS(f32, times_power(a.part[i], power.part[i])); }
 
+RZ_INLINE float32x4_t times_nonpositive_power(float32x4_t a, float32x4_t power)
+{
+    const uint32x4_t normal = vcgeq_f32(power, vdupq_n_f32(-126.0f));
+    const int32x4_t bits = vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(vcvtmq_s32_f32(power), 23));
+    return vreinterpretq_f32_u32(vandq_u32(normal, vreinterpretq_u32_s32(bits)));
+}
+
+/* The same of powers up to 0 and a in [1, 2]. */
+RZ_INLINE f32 f32_times_nonpositive_power(f32 a, f32 power) { PARTS(f32, times_nonpositive_power(a.part[i], power.part[i])); }
+
 /* In the order of AVX-512's. */
 RZ_INLINE float f32_sum(f32 a)
 {
@@ -135,6 +145,9 @@ RZ_INLINE uint16x4_t upper_rounded(float32x4_t a)
     rounded = vbslq_u32(vceqq_f32(a, a), rounded, vorrq_u32(bits, vdupq_n_u32(0x400000)));
     return vshrn_n_u32(rounded, 16);
 }
+
+/* Rounded to bf16. */
+RZ_INLINE f32 f32_as_bf16(f32 a) { PARTS(f32, vreinterpretq_f32_u32(vshll_n_u16(upper_rounded(a.part[i]), 16))); }
 
 RZ_INLINE void f32_store_bf16(bf16 *to, f32 a)
 {

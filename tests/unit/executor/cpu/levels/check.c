@@ -75,6 +75,12 @@ static void check_vectors(void)
     f32_store(out, exp2_f32(f32_load((const float[LANES]){ 0, 1, -1, 127.5f, 128, 200, -126.5f, -140, -200, -INFINITY, 3.25f,
                                                            0.1f, -0.1f, 10, -10, 1e9f })));
     show_floats("exp2", out, LANES);
+    const float powers[LANES] = { 0, -0.0f, -1, -126, -126.5f, -125.75f, -200, -INFINITY, -3.25f, -0.1f, -1e-7f, -10, -1e9f,
+                                  -1e20f, -64, NAN };
+    f32_store(out, exp2_nonpositive_f32(f32_load(powers)));
+    show_floats("nonpositive", out, LANES);
+    f32_store(out, f32_as_bf16(f32_select(f32_above(a, f32_set1(1.0f)), a, f32_set1(1.00390625f))));
+    show_floats("exact rounded", out, LANES);
     f32_store(out, tanh_f32(a));
     show_floats("tanh", out, LANES);
     f32_store(out, gelu_tanh_f32(f32_max(f32_min(a, f32_set1(50.0f)), f32_set1(-50.0f))));
