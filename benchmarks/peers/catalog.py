@@ -3,8 +3,8 @@ virtual environments, made once and kept.
 
 Every server gets the same model in bf16 (unless its name says otherwise), as many CPU threads as the others,
 and room for as many sequences at once as the largest workload has clients. What differs is told in
-docs/performance.md. Names end in what a server is given: a GGUF file of that format, `avx2` where it computes with
-those instructions alone.
+docs/performance.md. Names end in what a server is given: a GGUF file of that format, `avx2` or `avxvnni` where it
+computes with these instructions and nothing newer.
 
 <work dir>/<environment>/venv          what is installed
 <work dir>/<environment>/installed.json    how it was; written last, so that half an environment is none
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -248,9 +248,8 @@ def _built_llama_cpp(name: str, *options: str) -> Environment:
 
 
 _LLAMA_CPP = _built_llama_cpp("llama.cpp")  # for this very CPU
-_LLAMA_CPP_AVX2 = _built_llama_cpp(
-    "llama.cpp-avx2", "-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C", "BMI2"))
-)
+# What is compiled in for processors of such a level, and nothing newer.
+_INSTRUCTIONS = {"avx2": ("AVX2", "FMA", "F16C", "BMI2"), "avxvnni": ("AVX2", "FMA", "F16C", "BMI2", "AVX_VNNI")}
 
 
 def _built_from_sources(name: str, url: str, commit: str, target: str, *options: str) -> Environment:
@@ -379,17 +378,21 @@ def _peers_with(weights: str) -> tuple[str, ...]:
     return tuple(f"{name}-{weights}" for name in ("llama.cpp", "ik_llama.cpp", "openvino"))
 
 
-def _at_avx2(peer: Peer, launch: Callable[[Place], Launch], environment: Environment | None) -> Peer:
-    """`peer`, which computes with AVX2 and nothing newer."""
-    title = f"{peer.title}, AVX2"
-    return replace(peer, name=f"{peer.name}-avx2", title=title, launch=launch, environment=environment)
+def _of_level(level: str) -> Iterator[Peer]:
+    """llama.cpp and our server, which compute with that level's instructions and nothing newer."""
+    options = [f"-DGGML_{name}=ON" for name in _INSTRUCTIONS[level]]
+    built = _built_llama_cpp(f"llama.cpp-{level}", "-DGGML_NATIVE=OFF", *options)
+    llama, plain = (
+        replace(peer, name=f"{peer.name}-{level}", title=f"{peer.title}, {level.upper()}")
+        for peer in (_LLAMA_SERVER, _RYZANSTEIN_PLAIN)
+    )
+    theirs = replace(llama, environment=built)
+    ours = replace(plain, launch=_also(_ryzanstein_plain, RYZANSTEIN_CPU_LEVEL=level), against=(theirs.name,))
+    yield from (theirs, ours)
+    for weights in _GGUF:
+        yield _with_file(theirs, weights)
+        yield _with_file(ours, weights, f"{theirs.name}-{weights}")
 
-
-_LLAMA_AVX2 = _at_avx2(_LLAMA_SERVER, _llama_cpp, _LLAMA_CPP_AVX2)
-_RYZANSTEIN_AVX2 = replace(
-    _at_avx2(_RYZANSTEIN_PLAIN, _also(_ryzanstein_plain, RYZANSTEIN_CPU_LEVEL="avx2"), None),
-    against=(_LLAMA_AVX2.name,),
-)
 
 PEERS: dict[str, Peer] = {
     peer.name: peer
@@ -418,10 +421,7 @@ PEERS: dict[str, Peer] = {
             for weights in _GGUF
         ),
         *(_with_file(_RYZANSTEIN_PLAIN, weights, *_peers_with(weights), _RYZANSTEIN_PLAIN.name) for weights in _GGUF),
-        _LLAMA_AVX2,
-        _RYZANSTEIN_AVX2,
-        *(_with_file(_LLAMA_AVX2, weights) for weights in _GGUF),
-        *(_with_file(_RYZANSTEIN_AVX2, weights, f"{_LLAMA_AVX2.name}-{weights}") for weights in _GGUF),
+        *(peer for level in _INSTRUCTIONS for peer in _of_level(level)),
     )
 }
 

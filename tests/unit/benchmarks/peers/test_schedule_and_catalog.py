@@ -121,14 +121,18 @@ def test_quantized_rows_get_a_file() -> None:
     assert packed.variables["RYZANSTEIN_MODEL_CACHE"] == "/peers/kept"
 
 
-def test_what_computes_with_avx2_is_told_so() -> None:
+@pytest.mark.parametrize("level", ["avx2", "avxvnni"])
+def test_what_computes_with_older_instructions_is_told_so(level: str) -> None:
     place = replace(PLACE, venv=None)
-    assert PEERS["ryzanstein-plain-avx2-q8_0"].launch(place).variables["RYZANSTEIN_CPU_LEVEL"] == "avx2"
+    ours = PEERS[f"ryzanstein-plain-{level}-q8_0"]
+    assert ours.launch(place).variables["RYZANSTEIN_CPU_LEVEL"] == level
+    assert ours.against == (f"llama.cpp-{level}-q8_0",)
     assert "RYZANSTEIN_CPU_LEVEL" not in PEERS["ryzanstein-plain-q8_0"].launch(place).variables
-    native, plain = (PEERS[name].environment for name in ("llama.cpp", "llama.cpp-avx2"))
+    native, plain = (PEERS[name].environment for name in ("llama.cpp", f"llama.cpp-{level}"))
     assert native is not None
     assert plain is not None
     assert "GGML_NATIVE" in plain.variables["CMAKE_ARGS"]
+    assert ("AVX_VNNI" in plain.variables["CMAKE_ARGS"]) == (level == "avxvnni")
     assert "GGML_NATIVE" not in native.variables["CMAKE_ARGS"]
     assert fingerprint(native) != fingerprint(replace(native, variables=plain.variables))
 
