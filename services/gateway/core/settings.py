@@ -101,7 +101,7 @@ class GatewaySettings(CommonSettings):
     default_max_tokens: int = Field(default=0, ge=0)
     """`max_tokens` of a chat completion that names none; 0: what is left of the context."""
     recovery_attempts: int = Field(default=3, ge=0)
-    """Times that a request is retried on another ring after its group was lost."""
+    """Times that a request is retried on another ring after its group was lost. Drained groups do not count."""
     drain_delay: float = Field(default=0.0, ge=0)
     """Seconds for which a stopping gateway keeps accepting requests while /ready already answers 503: as long as
     a load balancer takes to notice."""

@@ -16,7 +16,7 @@ import msgspec
 
 from services.gateway.lifecycle.token_stream import GenerationLimits, StreamDecision, TokenStream
 from services.gateway.tracing.generations import AnswerTrace
-from shared.errors import FatalRequest, RingLost, RyzansteinError, Unavailable, error_from_code
+from shared.errors import FatalRequest, NoGroupAvailable, RingLost, RyzansteinError, Unavailable, error_from_code
 from shared.messages import FinishReason, GenerationRequest, RingDeath, TokenEntry, TokenLogprobs
 from shared.nats.journal import CLOCK_MARGIN, StartPosition
 
@@ -27,6 +27,9 @@ Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
 SLICE = 256  # tokens of one entry when a reader is given what there is already
 # Replays that may leave a gap open: the journal is written a moment after the live message.
 MAX_GAP_REPLAYS = 5
+# Drained groups that cost a generation no attempt: a rolling update may drain each group that it comes to, one by one.
+# More are counted as losses, so that groups which only hand back come to an end.
+MOST_HAND_BACKS = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +72,7 @@ class Generation:
     # The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none.
     suspected: str = ""
     guilty: str = ""  # the cause of the death of a ring that computed nothing else
+    handed_back: int = 0  # attempts that their group gave back, as it was drained: nothing was lost with them
     _told: tuple[str, int] = ("", 0)  # the ring that was told of the claim
     _readers: list[Deliver] = field(default_factory=list)
     # Whether `finish` came behind the last tokens: with them it says more of the last one.
@@ -282,13 +286,14 @@ class Generation:
         if self._complete():
             return None
         attempt = self.stream.attempt + 1
+        losses = attempt - self.handed_back
         if self.guilty:
             self.fail(_guilty_of(self.suspected, self.guilty))
             return None
-        if attempt > self.limits.max_attempts:
+        if losses > self.limits.max_attempts:
             self.fail(
                 RingLost(
-                    f"The executor group was lost {attempt} times while it worked on this request; try again later.",
+                    f"The executor group was lost {losses} times while it worked on this request; try again later.",
                     retry_after=5,
                 )
             )
@@ -410,6 +415,8 @@ class Generation:
 
     def _on_finish(self, group: str, entry: TokenEntry) -> StreamDecision:
         if entry.finish == "error" and entry.retryable and group:
+            if entry.error_code == NoGroupAvailable.code and self.handed_back < MOST_HAND_BACKS:
+                self.handed_back += 1
             return self._let_go() if self.followed else StreamDecision.RECOVER
         if entry.finish == "error":
             self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))

@@ -19,6 +19,7 @@ WINDOW = 60.0  # seconds that a limit which was lowered is felt by what was aske
 NEVER = ("internal_error",)  # codes that no page allows
 FATAL = "fatal_request"  # of one that seems to end the rings that compute it
 SUSPECTS = ("rank_fault", "engine_fault", "engine_stall")  # faults for which what was computed may be to blame
+IN_ORDER = ("drain", "rolling_restart", "upgrade")  # what operators do, by which nothing is lost
 ATTEMPTS: int = GatewaySettings.model_fields["recovery_attempts"].default
 # Codes of what is beyond the limits of a key or tenant; the second is gRPC's RESOURCE_EXHAUSTED.
 LIMITED = ("rate_limit_exceeded", "8")
@@ -77,9 +78,9 @@ class AllowedRefusals(Promise):
         return sum(one.name in SUSPECTS for one in faults) > 1
 
     def _lost_often(self, evidence: Evidence, request: Request, tried: Try) -> bool:
-        """More executors than it has attempts were in trouble meanwhile."""
+        """More executors than it has attempts were lost meanwhile; one that was drained was not."""
         faults = evidence.during(request.started, tried.until, AFTERMATH * evidence.patience)
-        return sum(one.target.startswith("executor") for one in faults) > ATTEMPTS
+        return sum(one.target.startswith("executor") and one.name not in IN_ORDER for one in faults) > ATTEMPTS
 
     def _allowed(self, evidence: Evidence, request: Request, tried: Try) -> bool:
         if tried.code in NEVER:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.lifecycle.generation import MAX_GAP_REPLAYS, Generation
+from services.gateway.lifecycle.generation import MAX_GAP_REPLAYS, MOST_HAND_BACKS, Generation
 from services.gateway.lifecycle.token_stream import GenerationLimits, StreamDecision
 from shared.errors import ContextLengthExceeded, RingLost, Unavailable
 from shared.messages import GenerationRequest, TokenEntry
@@ -88,6 +88,38 @@ def test_a_generation_that_lacks_only_its_last_word_is_not_handed_in_again(token
     assert made.recover() is None
     assert made.generation.state == "finished"
     assert made.news[-1].finish == reason
+
+
+def hand_back(made: Recorded) -> None:
+    """Its group drains: another one continues."""
+    handed = made.entry(0, [], finish="error", error_code="no_group_available", retryable=True)
+    assert handed is StreamDecision.RECOVER
+
+
+def test_a_group_that_is_drained_is_not_a_lost_one() -> None:
+    """A rolling update may hand a generation from each group to one that is drained next."""
+    made = Recorded()
+    for _ in range(MOST_HAND_BACKS):
+        hand_back(made)
+        assert made.recover() is not None
+    for _ in range(2):
+        made.entry(0, [])
+        assert made.generation.on_group_lost("ring", 1) is StreamDecision.RECOVER
+        assert made.recover() is not None
+    made.entry(0, [])
+    assert made.generation.on_group_lost("ring", 1) is StreamDecision.RECOVER
+    assert made.recover() is None
+    assert str(made.generation.error).startswith("The executor group was lost 3 times while")
+
+
+def test_groups_that_only_hand_back_come_to_an_end() -> None:
+    made = Recorded()
+    for _ in range(MOST_HAND_BACKS + 2):
+        hand_back(made)
+        assert made.recover() is not None
+    hand_back(made)
+    assert made.recover() is None
+    assert isinstance(made.generation.error, RingLost)
 
 
 def test_errors_that_are_final() -> None:
