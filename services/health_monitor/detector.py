@@ -346,7 +346,7 @@ class Detector:
         self._notice_stall(now)
         self._presence.on_heard(subjects.connection(beat.service, beat.instance))
         record = ServiceRecord(beat.service, beat.instance, beat.pid, beat.state, beat.address)
-        record = replace(record, heard_at=at, pid_namespace=beat.pid_namespace)
+        record = replace(record, heard_at=at, pid_namespace=beat.pid_namespace, version=beat.version)
         self._instances[beat.instance] = _Instance(record, now, beat.host)
         if beat.state == "gone":
             return self._lose_groups(beat.instance, "its executor has stopped")

@@ -145,6 +145,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     # All of an executor's; `group` is the first of them, for versions before this field.
     groups: list[GroupBeat] = []
     host: HostBeat | None = None  # of an executor
+    version: str = ""  # of Ryzanstein, such as 0.1.0
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -158,6 +159,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     updated_at: float = 0.0
     heard_at: float = 0.0  # as a group's
     pid_namespace: str = ""  # as a heartbeat's
+    version: str = ""  # as a heartbeat's
 
 
 class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -58,7 +58,7 @@ def rights(user: User) -> Rights:
     if user not in get_args(ServiceName):
         return Rights(publish, heard)
     streams = map(_info if user in _TAKE_STREAMS_AS_THEY_ARE else _create, _STREAMS)
-    said = (f"health.beats.{user}.*", *_answers("operator"), *streams, *publish)
+    said = (f"health.beats.{user}.*", *_answers("operator"), *streams, _info(subjects.JOURNAL_STREAM), *publish)
     return Rights(said, (f"services.{user}.*", *heard))
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import nats.errors
+import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.api import (
@@ -20,7 +21,8 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
-from shared.errors import BrokerUnavailable, ConfigurationError
+from shared import releases
+from shared.errors import BrokerUnavailable, ConfigurationError, RyzansteinError
 from shared.nats import subjects
 from shared.nats.bus import DEFAULT_PENDING_BYTES, LEADER_PAUSE, Bus
 from shared.nats.errors import (
@@ -35,15 +37,21 @@ from shared.nats.errors import (
 from shared.nats.permissions import may_create
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 
 async def ensure_streams(bus: Bus, *, change: bool = True) -> None:
     """Creates intake and journal where they do not exist yet. Any service may do so, at any time; where they
     are there with other limits, they get those of the settings if `change` says so.
 
-    Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream or has
-    other streams under these names.
+    The journal says which versions have used all that is kept there, and read it (`shared.releases`).
+
+    Raises `BrokerUnavailable`, and `ConfigurationError` for a server that has no JetStream, has other streams under
+    these names, or keeps what this version cannot use.
     """
+    stored = await _checked_releases(bus)
+    if change and (older := releases.downgrade_ends(stored or {}, releases.READABLE_BY)):
+        log.warning("downgrade_ends", version=older, readable_by=releases.READABLE_BY)
     intake = StreamConfig(
         name=subjects.INTAKE_STREAM,
         subjects=[subjects.ALL_INTAKE],
@@ -57,9 +65,25 @@ async def ensure_streams(bus: Bus, *, change: bool = True) -> None:
         storage=StorageType.FILE,
         max_age=bus.settings.journal_max_age,
         max_bytes=bus.settings.journal_max_bytes,
+        metadata=releases.metadata(stored or {}, readable_by=releases.READABLE_BY) if change else stored,
     )
     for config in (intake, journal):
         await ensure_stream(bus, config, change=change)
+    if stored is None:  # others may have made it meanwhile
+        await _checked_releases(bus)
+
+
+async def _checked_releases(bus: Bus) -> dict[str, str] | None:
+    """The journal's metadata, but for the broker's own; None: there is no journal yet."""
+    try:
+        info = await when_led(bus, lambda: bus.jetstream().stream_info(subjects.JOURNAL_STREAM))
+    except NotFoundError:
+        return None
+    except BROKER_ERRORS as error:
+        raise _refusal(bus, "look for the stream JOURNAL", error) from None
+    stored = {key: value for key, value in (info.config.metadata or {}).items() if not key.startswith("_nats.")}
+    releases.check(stored, bus.where)
+    return stored
 
 
 async def info_of(bus: Bus, stream: str) -> StreamInfo | None:
@@ -101,12 +125,17 @@ async def ensure_stream(bus: Bus, config: StreamConfig, *, change: bool = True) 
     try:
         await when_led(bus, lambda: _add_or_update(bus, config, change))
     except BROKER_ERRORS as error:
-        if lacks_jetstream(error):
-            raise ConfigurationError(
-                f"NATS at {bus.where} runs without JetStream; start nats-server with -js -sd DIRECTORY. "
-                "(Its log says why, if JetStream was switched off: a full disk does that.)"
-            ) from None
-        raise broker_error(f"create the stream {config.name}", error) from None
+        raise _refusal(bus, f"create the stream {config.name}", error) from None
+
+
+def _refusal(bus: Bus, what: str, error: Exception) -> RyzansteinError:
+    """Of a service that starts: it cannot do without JetStream."""
+    if lacks_jetstream(error):
+        return ConfigurationError(
+            f"NATS at {bus.where} runs without JetStream; start nats-server with -js -sd DIRECTORY. "
+            "(Its log says why, if JetStream was switched off: a full disk does that.)"
+        )
+    return broker_error(what, error)
 
 
 async def when_led(bus: Bus, work: Callable[[], Awaitable[T]], *, created: bool = False) -> T:

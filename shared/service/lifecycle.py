@@ -30,7 +30,7 @@ from shared.messages import GroupBeat, Heartbeat, HostBeat, LogLevel, ServiceNam
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
-from shared.process import freeze_gc_after_startup, pid_namespace
+from shared.process import VERSION, freeze_gc_after_startup, pid_namespace
 from shared.service.endpoints import Health, OpsApp, SpanCollector, StateCollector, new_registry
 from shared.service.http_server import HttpServer
 from shared.service.listener import bind
@@ -265,6 +265,7 @@ class Service(abc.ABC):
             models=self.models(),
             groups=groups,
             host=self.host_beat(),
+            version=VERSION,
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 

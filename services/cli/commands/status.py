@@ -43,6 +43,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     instance: str
     pid: int
     state: str
+    version: str = ""  # of Ryzanstein; empty: not known yet
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -138,7 +139,7 @@ def snapshot(
 
 
 def _service(record: ServiceRecord) -> ServiceStatus:
-    return ServiceStatus(record.name, record.instance, record.pid, record.state)
+    return ServiceStatus(record.name, record.instance, record.pid, record.state, record.version)
 
 
 def _unheard(process: StartedProcess) -> ServiceStatus:
@@ -176,13 +177,17 @@ def _phase(record: GroupRecord) -> str:
 def print_status(snapshot: StackSnapshot, console: Console) -> None:
     """Tables for 80 columns: services with their CPU time and memory, groups, their ranks, and hosts that take models;
     then what there is to say of groups and models that are not ready."""
-    services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
+    several = len({service.version for service in snapshot.status.services} - {""}) > 1  # as during a rolling update
+    services = _table(
+        "Services", "service", "instance", "pid", "state", "CPU s", "memory", *(["version"] if several else [])
+    )
     groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used", "KV at most")
     ranks = _table("Ranks", "group", "rank", "pid", "step", "memory", "kernels")
     for service in snapshot.status.services:
         state = _coloured(service.state)
         usage = _usage(service.pid) if service.instance in snapshot.here else UNKNOWN
-        services.add_row(service.name, service.instance, str(service.pid), state, *usage)
+        version = [service.version or "-"] if several else []
+        services.add_row(service.name, service.instance, str(service.pid), state, *usage, *version)
     for group in snapshot.status.groups:
         most = megabytes(group.kv_bytes) if group.kv_bytes else "-"
         load = (str(group.running), str(group.waiting), f"{group.kv_used:.1%}", most)

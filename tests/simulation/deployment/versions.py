@@ -20,6 +20,8 @@ CURRENT_RELEASE, PREVIOUS_RELEASE = "current", "previous"
 # By struct: the first field that the previous release does not have; it has none of those behind it either, and all
 # have a default.
 NEW_FIELDS: dict[str, str] = {
+    "shared.messages.cluster.Heartbeat": "version",
+    "shared.messages.cluster.ServiceRecord": "version",
     "shared.messages.generations.GenerationRequest": "cache_ttl",
     "shared.messages.generations.TokenEntry": "fingerprint",
     "shared.messages.groups.GroupLoad": "prompt_tokens_per_second",

@@ -55,6 +55,22 @@ def test_only_processes_that_can_be_seen_from_here_have_figures() -> None:
     assert ["MiB" in line for line in lines if str(os.getpid()) in line] == [False, True, False, True]
 
 
+def test_versions_are_shown_while_there_are_several() -> None:
+    """As during a rolling update; programs see them always."""
+    services = [ServiceRecord("gateway", f"gateway-{n}", n + 1, "ready", version=f"0.{n}.0") for n in range(2)]
+    texts = []
+    starting = ServiceRecord("scheduler", "scheduler-0", 9, "ready")
+    for some in ([services[0], starting], services):
+        console = Console(width=100)
+        with console.capture() as capture:
+            print_status(snapshot(some, []), console)
+        texts.append(capture.get())
+    assert "version" not in texts[0]
+    assert "version" in texts[1]
+    assert [word for word in texts[1].split() if word.startswith("0.")] == ["0.0.0", "0.1.0"]
+    assert [one.version for one in snapshot(services, []).status.services] == ["0.0.0", "0.1.0"]
+
+
 def test_how_far_the_cache_can_grow_is_shown() -> None:
     assert "270 MB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=270_000_000))
     assert "12.3 GB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=12_345_678_900))
