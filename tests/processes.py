@@ -87,11 +87,11 @@ class ServiceProcess:
 
 
 async def _executed(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    python: str, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> asyncio.subprocess.Process:
     with log.open("wb") as output:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, *arguments),
+            *(python, "-m", module, *arguments),
             env=environment,
             stdout=output,
             stderr=output,
@@ -110,10 +110,12 @@ async def service_process(
     instance: str,
     variables: Mapping[str, str] | None = None,
     forked: bool = True,
+    python: str = "",
 ) -> AsyncIterator[ServiceProcess]:
     """Starts `python -m module arguments` on the test's NATS; whatever happens, nothing is left running.
     `variables` of its environment, besides those that say where NATS is. `forked`: of a process that has done its
     imports, see `tests/forked.py`; else, and where `variables` has it import other modules, it is a program of its own.
+    `python`: another environment's, whose packages are taken and nothing of this tree.
 
     An executor that is told to end hands back what still runs at once; a test of its grace names one."""
     log = directory / f"{instance}.log"
@@ -128,9 +130,11 @@ async def service_process(
         "RYZANSTEIN_INSTANCE": instance,
         "RYZANSTEIN_BEAT_INTERVAL": str(settings.beat_interval),
     }
-    alone = not forked or "PYTHONPATH" in (variables or {})
+    if python:
+        environment |= {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    alone = not forked or bool(python) or "PYTHONPATH" in (variables or {})
     start = (
-        (await _executed(module, arguments, environment, log))
+        (await _executed(python or sys.executable, module, arguments, environment, log))
         if alone
         # The first one waits for the imports: too long for whatever else goes on in this event loop.
         else await asyncio.to_thread(fork, module, arguments, environment, log)

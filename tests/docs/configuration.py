@@ -52,15 +52,24 @@ def tables() -> str:
     """A section for each service."""
     parts = []
     for title, introduction, kind, base in _SECTIONS:
-        fields = {
-            name: field for name, field in kind.model_fields.items() if base is None or name not in base.model_fields
-        }
-        rows = [_row(name, field) for name, field in fields.items()]
+        rows = [_row(name, field) for name, field in _own_fields(kind, base)]
         table = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
         parts.append("\n".join([f"## {title}", "", *([introduction, ""] if introduction else []), *table, ""]))
     others = [f"| `{name}` | {meaning} |" for name, meaning in OTHERS.items()]
     parts.append("\n".join(["## Other variables", "", "| variable | meaning |", "| --- | --- |", *others, ""]))
     return "\n".join(parts)
+
+
+def variables() -> Iterator[tuple[str, str, str, str]]:
+    """Each setting: whose it is, its variable, its type with bounds, its default."""
+    for title, _, kind, base in _SECTIONS:
+        for name, field in _own_fields(kind, base):
+            yield title, f"{ENV_PREFIX}{name.upper()}", _bounded(field), _default(field)
+
+
+def _own_fields(kind: type[CommonSettings], base: type[CommonSettings] | None) -> list[tuple[str, FieldInfo]]:
+    inherited = base.model_fields if base else {}
+    return [(name, field) for name, field in kind.model_fields.items() if name not in inherited]
 
 
 def names() -> set[str]:

@@ -63,7 +63,7 @@ def test_prose_is_wrapped() -> None:
 
 def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 200
+    assert len(lines) <= 150
     assert [line for line in lines if len(line) > 120] == []
 
 

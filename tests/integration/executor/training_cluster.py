@@ -39,11 +39,14 @@ class Cluster:
         self._settings = settings
         self._directory = directory
         self._stack = stack
+        self.python = ""  # of the environment that services are started in from now on; empty: of this one
 
     async def begin(self, name: str, module: str, *arguments: str) -> ServiceProcess:
         """A service; ended with the cluster."""
         process = await self._stack.enter_async_context(
-            service_process(self.bus, self._settings, module, self._directory, *arguments, instance=name)
+            service_process(
+                self.bus, self._settings, module, self._directory, *arguments, instance=name, python=self.python
+            )
         )
         self.processes[name] = process
         await process.wait_for(lambda beat: beat.state == "ready")

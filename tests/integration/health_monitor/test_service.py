@@ -32,8 +32,9 @@ LOAD = GroupLoad(running=1, free_blocks=3, total_blocks=4)
 
 
 def monitor_settings(common: CommonSettings) -> HealthMonitorSettings:
+    # A second, in which beats of this process are late where it has many neighbours.
     return HealthMonitorSettings(
-        **common.model_dump(), hung_after=0.5, gone_after=0.5, forget_after=0.5, load_interval=0.1
+        **common.model_dump(), hung_after=1.0, gone_after=1.0, forget_after=0.5, load_interval=0.1
     )
 
 

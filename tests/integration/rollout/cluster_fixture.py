@@ -35,6 +35,7 @@ class House:
         self._directory = directory
         self._stack = AsyncExitStack()
         self._kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self.python = ""  # of the environment that services are started in from now on; empty: of this one
         self.processes: dict[str, ServiceProcess] = {}
 
     async def __aenter__(self) -> "House":
@@ -55,7 +56,9 @@ class House:
     async def begin(self, instance: str, module: str, *arguments: str) -> None:
         self._kinds[instance] = (module, arguments)
         settings = self.settings_of(module)
-        context = service_process(self._bus, settings, module, self._directory, *arguments, instance=instance)
+        context = service_process(
+            self._bus, settings, module, self._directory, *arguments, instance=instance, python=self.python
+        )
         self.processes[instance] = await self._stack.enter_async_context(context)
 
     def settings_of(self, module: str) -> CommonSettings:

@@ -13,35 +13,25 @@ from starlette.routing import Route
 
 from services.gateway.api import shapes
 from services.gateway.api.app import GatewayApp
-from services.gateway.api.backend import GatewayBackend
-from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.models.shapes import ModelList
 from services.gateway.api.openapi.document import STATUSES, document
 from services.gateway.api.openapi.operation import ApiRoute, Operation
-from services.gateway.auth.authenticator import Authenticator
-from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.registry import DIALECTS
-from services.gateway.job_kinds import KINDS
-from shared.service.endpoints import Health, OpsApp, new_registry
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL
+from tests.interfaces.http import gateway_app, openapi
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture(scope="module")
 def app() -> GatewayApp:
-    registry = new_registry()
-    ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
-    jobs = Dialect("job kinds", routes_of(*(make for kind in KINDS for make in kind.routes)))
-    every = (*DIALECTS, jobs)
-    return GatewayApp(GatewayBackend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every)
+    return gateway_app()
 
 
 @pytest.fixture(scope="module")
 def made(app: GatewayApp) -> dict[str, Any]:
-    return json.loads(msgspec.json.encode(document(app.routes, GatewaySettings())))
+    return openapi(app)
 
 
 def operations(app: GatewayApp) -> list[Operation]:
