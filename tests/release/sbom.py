@@ -162,7 +162,7 @@ def main(kind: str, *arguments: str) -> None:
     else:
         name, base = arguments
         bom = image(name, base, {**EMPTY, **json.load(sys.stdin)})
-    print(document(bom))  # noqa: T201
+    print(document(bom))
 
 
 if __name__ == "__main__":
