@@ -213,6 +213,7 @@ bench: $(INSTALLED) ## Run the workloads against a running server (make bench AR
 .PHONY: perf
 perf: $(INSTALLED) ## Performance against recorded ratios, on a quiet machine (make perf ARGS="--record": new ones)
 	@$(BIN)/python -m benchmarks.regressions $(ARGS)
+	@$(if $(filter-out --record,$(ARGS)),,$(BIN)/python -m benchmarks.regressions.counts $(ARGS))
 
 # Without MINUTES: each fault once. With it: random faults from SEED, made up and printed when left out.
 .PHONY: chaos
