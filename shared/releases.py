@@ -29,13 +29,13 @@ def check(stored: Mapping[str, str], where: str, own: str = VERSION, upgrades_fr
     used = stored.get(_VERSION_KEY, "")
     if _minor(used) and _minor(used) < _minor(upgrades_from):
         raise ConfigurationError(
-            f"What NATS at {where} keeps was last used by Ryzanstein {used}, from which {own} cannot be upgraded; run "
-            f"{upgrades_from} on it first, then {own}."
+            f"The data in NATS at {where} was last used by Ryzanstein {used}, which {own} cannot upgrade; run "
+            f"{upgrades_from} first, then {own}."
         )
     readable_by = stored.get(_READABLE_KEY, "")
     if _minor(own) and _minor(own) < _minor(readable_by):
         raise ConfigurationError(
-            f"What NATS at {where} keeps was written by Ryzanstein {used}, and {own} cannot read it; run {readable_by} "
+            f"The data in NATS at {where} was written by Ryzanstein {used}, which {own} cannot read; run {readable_by} "
             "or newer."
         )
 

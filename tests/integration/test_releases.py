@@ -53,7 +53,7 @@ async def test_who_changes_no_streams_takes_them_as_they_are(nats_settings: Comm
 async def test_what_a_newer_version_has_written_is_refused(bus: Bus, change: bool) -> None:
     await say(bus, version="99.1.0", **{"readable-by": "99.0"})
     with pytest.raises(
-        ConfigurationError, match=rf"written by Ryzanstein 99\.1\.0, and {VERSION} cannot read it; run 99\.0"
+        ConfigurationError, match=rf"written by Ryzanstein 99\.1\.0, which {VERSION} cannot read; run 99\.0"
     ):
         await ensure_streams(bus, change=change)
 
@@ -68,7 +68,7 @@ async def test_the_end_of_going_back_is_told_before_it_is_written(bus: Bus, monk
         ("downgrade_ends", VERSION, "99.0")
     ]
     assert (await said(bus))["ryzanstein-readable-by"] == "99.0"
-    with pytest.raises(ConfigurationError, match=rf"{VERSION} cannot read it; run 99\.0 or newer"):
+    with pytest.raises(ConfigurationError, match=rf"{VERSION} cannot read; run 99\.0 or newer"):
         await ensure_streams(bus)
 
 
@@ -80,6 +80,6 @@ async def test_a_service_of_a_version_that_is_too_old_ends_with_one_sentence(
         assert await process.process.wait() == 1
     last = process.log.read_text().splitlines()[-1]
     assert last == (
-        f"error: What NATS at {bus.where} keeps was written by Ryzanstein 99.1.0, and {VERSION} cannot read it; run "
+        f"error: The data in NATS at {bus.where} was written by Ryzanstein 99.1.0, which {VERSION} cannot read; run "
         "99.0 or newer."
     )

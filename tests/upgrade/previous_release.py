@@ -1,6 +1,7 @@
 """The previous release in an environment of its own, below build/upgrade: its tree as git has it, its packages as its
 own constraints say. Made once."""
 
+import fcntl
 import subprocess
 import sys
 import sysconfig
@@ -17,10 +18,13 @@ def installed() -> Path:
     """Its Python, with all that services need. Raises `subprocess.CalledProcessError`, `RuntimeError`."""
     python = _DIRECTORY / "venv/bin/python"
     done = _DIRECTORY / "installed"
-    if not done.exists():
-        _export()
-        _install(python)
-        done.touch()
+    _DIRECTORY.mkdir(parents=True, exist_ok=True)
+    with (_DIRECTORY / "lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _export()
+            _install(python)
+            done.touch()
     return python
 
 

@@ -31,8 +31,8 @@ def test_what_was_used_by_too_old_a_version_is_refused_with_the_one_between(used
     with pytest.raises(ConfigurationError) as raised:
         check(stored, "nats://here", own, oldest)
     assert str(raised.value) == (
-        f"What NATS at nats://here keeps was last used by Ryzanstein {used}, from which {own} cannot be upgraded; run "
-        f"{oldest} on it first, then {own}."
+        f"The data in NATS at nats://here was last used by Ryzanstein {used}, which {own} cannot upgrade; run "
+        f"{oldest} first, then {own}."
     )
 
 
@@ -45,7 +45,7 @@ def test_what_a_newer_version_has_written_is_refused_where_it_cannot_be_read(own
     with pytest.raises(ConfigurationError) as raised:
         check(stored, "nats://here", own, "0.0")
     assert str(raised.value) == (
-        f"What NATS at nats://here keeps was written by Ryzanstein 31.0.0, and {own} cannot read it; run {readable_by} "
+        f"The data in NATS at nats://here was written by Ryzanstein 31.0.0, which {own} cannot read; run {readable_by} "
         "or newer."
     )
 
