@@ -63,7 +63,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
     assert set(status) == {"services", "groups", "hosts"}
     assert {one["name"] for one in status["services"]} == {"gateway", "scheduler", "health-monitor", "executor"}
     for service in status["services"]:
-        assert set(service) == {"name", "instance", "pid", "state"}
+        assert set(service) == {"name", "instance", "pid", "state", "version"}
         assert service["state"] == "ready"
         assert psutil.pid_exists(service["pid"])
     assert len(status["groups"]) == 2
