@@ -8,7 +8,7 @@ versions count: patches of one read and say the same (docs/compatibility.md).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shared.errors import ConfigurationError
 from shared.process import VERSION
@@ -50,6 +50,16 @@ def downgrade_ends(stored: Mapping[str, str], readable_by: str) -> str:
     """The version that has used the streams and cannot read them any more from now on; empty: none."""
     used = stored.get(_VERSION_KEY, "")
     return used if _minor(used) and _minor(used) < _minor(readable_by) else ""
+
+
+def far_apart(versions: Iterable[str]) -> tuple[str, str] | None:
+    """The oldest and the newest of the `versions` that run, where these are no neighbours."""
+    known = sorted(filter(_minor, versions), key=_numbers)
+    if not known:
+        return None
+    oldest, newest = _minor(known[0]), _minor(known[-1])
+    neighbours = ((oldest[0], oldest[1] + 1), (oldest[0] + 1, 0))
+    return None if newest in (oldest, *neighbours) else (known[0], known[-1])
 
 
 def _minor(version: str) -> tuple[int, ...]:

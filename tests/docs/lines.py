@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 139_661,  # +106: which versions may share NATS' streams; to come: 112,000
+    ("services", "shared"): 139_671,  # +10: versions that are no neighbours; to come: 112,000
     ("benchmarks",): 14_140,  # +6: a later turn of a conversation; to come: 13,000
-    ("tests",): 150_304,  # +1,698: lists of interfaces, upgrades, releasing; to come: 120,000
+    ("tests",): 150_349,  # +45: exit codes, versions that are no neighbours; to come: 120,000
 }
 
 

@@ -19,8 +19,13 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.process import pid_namespace
+from shared.releases import far_apart
 
 UNKNOWN = ("-", "-")  # CPU time and memory of a process on another machine, or in another container
+NUMBERS = {
+    *("pid", "rank", "step", "running", "waiting", "KV used", "KV at most"),
+    *("CPU s", "memory", "promised"),
+}  # columns
 
 
 def status(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
@@ -202,15 +207,22 @@ def print_status(snapshot: StackSnapshot, console: Console) -> None:
     for table in (services, groups, ranks, *_hosts_table(snapshot.status.hosts)):
         console.print(table)
         console.print()
-    for line in _news_of(snapshot.status.hosts):
+    for line in _remarks(snapshot.status):
         say(console, line)
-    for group in snapshot.status.groups:
+
+
+def _remarks(status: StackStatus) -> Iterator[str]:
+    """Of versions that are no neighbours, of models that are on their way or have failed, of what groups say."""
+    if (apart := far_apart(service.version for service in status.services)) is not None:
+        advice = "which is tried with neighbouring minor versions alone; replace the older instances."
+        yield f"{apart[0]} and {apart[1]} run side by side, {advice}"
+    yield from _news_of(status.hosts)
+    for group in status.groups:
         if group.message:
-            say(console, f"{group.group}: {group.message}")
+            yield f"{group.group}: {group.message}"
         if group.streamed is not None:
-            say(console, f"{group.group}: {described_weights(group.streamed)}")
-        for line in described_traits(group.traits):
-            say(console, f"{group.group}: {line}")
+            yield f"{group.group}: {described_weights(group.streamed)}"
+        yield from (f"{group.group}: {line}" for line in described_traits(group.traits))
 
 
 def _hosts_table(hosts: Iterable[HostStatus]) -> list[Table]:
@@ -237,19 +249,7 @@ def _news_of(hosts: Iterable[HostStatus]) -> Iterator[str]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        number = column in (
-            "pid",
-            "CPU s",
-            "memory",
-            "running",
-            "waiting",
-            "KV used",
-            "KV at most",
-            "rank",
-            "step",
-            "promised",
-        )
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
     return table
 
 

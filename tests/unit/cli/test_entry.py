@@ -38,3 +38,23 @@ def test_packages_of_ours_are_not_taken_from_the_working_directory(tmp_path: Pat
     )
     assert result.returncode == 0, result.stderr
     assert "--nats-url" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["status", "--data-dir", "nowhere"], 1),
+        (["probe", "nothing"], 1),
+        (["serve", "nothing"], 1),
+        (["nothing"], 2),
+        (["status", "--colour"], 2),
+    ],
+)
+def test_exit_codes_are_those_of_the_page(tmp_path: Path, arguments: list[str], code: int) -> None:
+    """docs/compatibility.md; what `launch`, `doctor`, `sla --check` and waiting commands end with their tests see."""
+    command = [sys.executable, "-m", "services.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr

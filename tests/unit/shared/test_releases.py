@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigurationError
 from shared.process import VERSION
-from shared.releases import READABLE_BY, UPGRADES_FROM, check, downgrade_ends, metadata
+from shared.releases import READABLE_BY, UPGRADES_FROM, check, downgrade_ends, far_apart, metadata
 
 versions = st.tuples(*[st.integers(0, 30)] * 3).map(lambda numbers: ".".join(map(str, numbers)))
 
@@ -69,3 +69,20 @@ def test_what_has_no_number_is_let_through() -> None:
     check({}, "nats://here", "0.1.0")
     check(metadata({}, own="0"), "nats://here", "0.9.0", "0.8")
     check({"_nats.level": "1"}, "nats://here", "0")
+
+
+@pytest.mark.parametrize(
+    ("running", "apart"),
+    [
+        ([], None),
+        (["", "unknown"], None),
+        (["0.1.0", "0.1.7", ""], None),
+        (["0.2.0", "0.1.9"], None),
+        (["0.9.0", "1.0.0"], None),
+        (["0.3.0", "0.2.0", "0.1.4"], ("0.1.4", "0.3.0")),
+        (["0.9.0", "1.1.0"], ("0.9.0", "1.1.0")),
+        (["0.10.0", "0.9.0"], None),
+    ],
+)
+def test_versions_that_run_are_neighbours_or_named(running: list[str], apart: tuple[str, str] | None) -> None:
+    assert far_apart(running) == apart

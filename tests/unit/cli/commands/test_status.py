@@ -71,6 +71,14 @@ def test_versions_are_shown_while_there_are_several() -> None:
     assert [one.version for one in snapshot(services, []).status.services] == ["0.0.0", "0.1.0"]
 
 
+def test_versions_that_are_no_neighbours_are_named() -> None:
+    services = [ServiceRecord("gateway", f"gateway-{n}", n + 1, "ready", version=f"0.{n}.0") for n in range(3)]
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(snapshot(services, []), console)
+    assert "0.0.0 and 0.2.0 run side by side" in capture.get()
+
+
 def test_how_far_the_cache_can_grow_is_shown() -> None:
     assert "270 MB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=270_000_000))
     assert "12.3 GB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=12_345_678_900))
