@@ -307,6 +307,7 @@ release: $(INSTALLED) ## Make and check a release's files in dist/ (make release
 	@if command -v docker > /dev/null && docker info > /dev/null 2>&1; then \
 	  $(MAKE) --no-print-directory images; \
 	  for target in $(IMAGE_TARGETS); do \
+	    cp build/sbom/$$target.cdx.json dist/image-$$target.cdx.json; \
 	    docker image inspect --format '{{.Id}} {{index .RepoTags 0}}' $(IMAGES)/$$target:$(IMAGE_VERSION); \
 	  done > dist/IMAGES; \
 	else echo "No Docker here: the images of this release are missing; run this where there is one."; fi
