@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from services.gateway.core.adapters import AdapterRegistry, not_read
-from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
 from shared.messages import EngineTraits, GroupRecord, ModelCard, SparseAttention, SparseKind
@@ -455,24 +454,3 @@ def _was_told(record: GroupRecord) -> bool:
 def _shown(record: GroupRecord) -> tuple[str, str, float]:
     """What the status of its model depends on."""
     return record.state, record.model, record.loaded
-
-
-_REFUSED = {"generate": "generates no text", "embed": "gives no embeddings", "classify": "has no classification head"}
-_DOES = {
-    "generate": "is a language model",
-    "embed": "gives embeddings (/v1/embeddings)",
-    "classify": "is a classifier (/v1/classify, /v1/score, /v1/rerank)",
-}
-
-
-def check_task(card: ModelCard, task: str) -> None:
-    """Raises `InvalidParameter` where the model does not do `task` (`ModelCard.tasks`)."""
-    if card.does(task):
-        return
-    others = " and ".join(_DOES[other] for other in card.tasks if other in _DOES)
-    does = f"it {others}; " if others else ""
-    raise InvalidParameter(
-        f"Invalid 'model': {card.model} {_REFUSED[task]}; {does}choose a model that does.",
-        param="model",
-        reason="unsupported_task",
-    )

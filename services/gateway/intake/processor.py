@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.core.catalog import Catalog, ModelNotLoaded, check_task
+from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import validation
@@ -35,7 +35,7 @@ from services.gateway.intake.sampling.grammars import Grammars
 from services.gateway.intake.sampling.params import bad_words, check_token_ids, predicted
 from services.gateway.intake.sampling.structured_output import closes_objects, demanded, schemas_of, wanted_by
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from services.gateway.intake.validation import check_text
+from services.gateway.intake.validation import check_task, check_text
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader

@@ -1,5 +1,5 @@
 """What is checked of a request beside its types: its fields by the table of their rules (`rules.py`), conversations,
-sums, and texts by their sizes.
+sums, what its model does, and texts by their sizes.
 
 Every refusal is an `InvalidParameter`, with OpenAI's words and codes.
 """
@@ -300,6 +300,29 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
         "array of arrays of token ids, but got a mixture.",
         param="prompt",
         reason="invalid_type",
+    )
+
+
+# --- models --------------------------------------------------------------------------------------
+
+_REFUSED = {"generate": "generates no text", "embed": "gives no embeddings", "classify": "has no classification head"}
+_DOES = {
+    "generate": "is a language model",
+    "embed": "gives embeddings (/v1/embeddings)",
+    "classify": "is a classifier (/v1/classify, /v1/score, /v1/rerank)",
+}
+
+
+def check_task(card: ModelCard, task: str) -> None:
+    """Raises `InvalidParameter` where the model does not do `task` (`ModelCard.tasks`)."""
+    if card.does(task):
+        return
+    others = " and ".join(_DOES[other] for other in card.tasks if other in _DOES)
+    does = f"it {others}; " if others else ""
+    raise InvalidParameter(
+        f"Invalid 'model': {card.model} {_REFUSED[task]}; {does}choose a model that does.",
+        param="model",
+        reason="unsupported_task",
     )
 
 

@@ -18,12 +18,13 @@ from weakref import WeakValueDictionary
 import msgspec
 import structlog
 
-from services.gateway.core.catalog import Catalog, check_task
+from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, ModelLoadFailed, QuotaExceeded
 from services.gateway.files.files import Files
 from services.gateway.intake.fine_tuning.dataset import Dataset, chosen
 from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
+from services.gateway.intake.validation import check_task
 from services.gateway.jobs.leases import JobLease, Jobs
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer

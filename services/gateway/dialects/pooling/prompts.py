@@ -14,11 +14,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from services.gateway.core.catalog import check_task
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.pooling.schemas import ClassifyRequest, Pairs, RerankRequest, Scored, check_characters
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest, check_length, cut_tokens, inputs_of, prompts_of
-from services.gateway.intake.validation import check_text
+from services.gateway.intake.validation import check_task, check_text
 from services.gateway.tokenizer.templates import TemplateOptions
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelCard

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from services.gateway.core.catalog import check_task
 from services.gateway.core.errors import InvalidParameter, check_range, check_size
 from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.rules import OneOf, Ruled, Rules
 from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, LastTokens, Messages, ModelName, PositiveCount, User
-from services.gateway.intake.validation import check_chat, check_fields, check_text, check_truncation
+from services.gateway.intake.validation import check_chat, check_fields, check_task, check_text, check_truncation
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
