@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 139_671,  # +10: versions that are no neighbours; to come: 112,000
+    ("services", "shared"): 139_668,  # +7: versions that are no neighbours; to come: 112,000
     ("benchmarks",): 14_140,  # +6: a later turn of a conversation; to come: 13,000
-    ("tests",): 150_349,  # +45: exit codes, versions that are no neighbours; to come: 120,000
+    ("tests",): 150_354,  # +50: exit codes, drains bounded in upgrades; to come: 120,000
 }
 
 

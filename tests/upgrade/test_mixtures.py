@@ -26,9 +26,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 KINDS = ("monitor", "scheduler", "gateway", "executor")
 LINES = 400  # of each batch
-# Tokens of an answer that is read across replacements: 6 s of steps. Gateways of before 0.1.0 gave up what was handed
-# back more than three times, as they took a drained group for a lost one.
-LONG = 600
+LONG = 600  # tokens of an answer that is read across replacements: 6 s of steps
 
 
 @pytest.fixture(scope="session")
@@ -43,29 +41,10 @@ async def replace(house: House, kind: str, *, new: bool, previous: str) -> None:
         await house.restart(f"{kind}-{number}")
 
 
-class Reader:
-    """Long answers one after another by our client, which goes to the other gateway where one has left."""
+class Repeated:
+    """Does the same again and again, until it is cancelled."""
 
-    def __init__(self, urls: list[str]) -> None:
-        self._urls = urls
-        self.answers = 0
-
-    async def read(self) -> None:
-        async with AsyncClient(self._urls) as client:
-            for seed in itertools.count(1):
-                stream = client.stream_completion(
-                    model="stub", prompt=f"long {seed}", max_tokens=LONG, seed=seed, ignore_eos=True
-                )
-                right = bytes(stub_token(seed, position) for position in range(LONG)).decode()
-                assert await stream.text() == right
-                self.answers += 1
-
-
-class Batches:
-    """Batches one after another: each line is answered once, and right."""
-
-    def __init__(self, urls: list[str]) -> None:
-        self._gateways = Gateways(urls)
+    def __init__(self) -> None:
         self._done = asyncio.Event()
 
     async def run(self) -> None:
@@ -73,10 +52,39 @@ class Batches:
             await self._one()
             self._done.set()
 
+    async def _one(self) -> None:
+        raise NotImplementedError
+
     async def one_more(self) -> None:
-        """Returns when the batch that is under way is done."""
+        """Returns when what is under way is done."""
         self._done.clear()
         await asyncio.wait_for(self._done.wait(), 120)
+
+
+class Reader(Repeated):
+    """Long answers one after another by our client, which goes to the other gateway where one has left."""
+
+    def __init__(self, urls: list[str]) -> None:
+        super().__init__()
+        self._urls = urls
+        self._seeds = itertools.count(1)
+
+    async def _one(self) -> None:
+        seed = next(self._seeds)
+        right = bytes(stub_token(seed, position) for position in range(LONG)).decode()
+        async with AsyncClient(self._urls) as client:
+            stream = client.stream_completion(
+                model="stub", prompt=f"long {seed}", max_tokens=LONG, seed=seed, ignore_eos=True
+            )
+            assert await stream.text() == right
+
+
+class Batches(Repeated):
+    """Batches one after another: each line is answered once, and right."""
+
+    def __init__(self, urls: list[str]) -> None:
+        super().__init__()
+        self._gateways = Gateways(urls)
 
     async def _one(self) -> None:
         lines = "".join(
@@ -156,7 +164,7 @@ async def working(urls: list[str]) -> AsyncIterator[tuple[Load, Reader, Batches]
     """Short answers, long ones and batches all the time; whatever is wrong with one fails the test."""
     reader, batches = Reader(urls), Batches(urls)
     async with asyncio.TaskGroup() as group, Load(urls, clients=4, patient=True).running() as load:
-        tasks = [group.create_task(reader.read()), group.create_task(batches.run())]
+        tasks = [group.create_task(reader.run()), group.create_task(batches.run())]
         try:
             yield load, reader, batches
         finally:
@@ -174,6 +182,10 @@ async def test_every_step_of_every_order_fails_no_request(
         stored = await store(gateways)
         async with working(house.urls()) as (load, reader, batches):
             for mixture, kind in visited(walk(KINDS)):
+                if kind == "executor":
+                    # An answer then meets one replacement of them, which drains two groups: gateways of before 0.1.0
+                    # count these as lost, and give up after three.
+                    await reader.one_more()
                 await replace(house, kind, new=kind not in mixture, previous=previous)
                 await load.more(8)
                 if kind == "gateway":
@@ -181,7 +193,6 @@ async def test_every_step_of_every_order_fails_no_request(
                     for path, text in stored.items():
                         assert (await gateways.answer("GET", path)).text == text
             await batches.one_more()  # what was under way in the last mixture comes to its end
-        assert reader.answers > 0
         assert '"event": "recovering"' in house.logs("gateway-*.log"), (
             "groups have handed back what they could not finish"
         )

@@ -22,10 +22,7 @@ from shared.process import pid_namespace
 from shared.releases import far_apart
 
 UNKNOWN = ("-", "-")  # CPU time and memory of a process on another machine, or in another container
-NUMBERS = {
-    *("pid", "rank", "step", "running", "waiting", "KV used", "KV at most"),
-    *("CPU s", "memory", "promised"),
-}  # columns
+NUMBERS = {"pid", "rank", "step", "running", "waiting", "KV used", "KV at most", "CPU s", "memory", "promised"}
 
 
 def status(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
