@@ -293,12 +293,13 @@ export class Chat {
   async stop() {
     const answer = this.#shown?.answer;
     if (!answer) return;
+    const stopped = answer.stop();
+    $("prompt").focus(); // at once: the reader may be elsewhere when the gateway has answered
     try {
-      await answer.stop();
+      await stopped;
     } catch (error) {
       fail(error.message);
     }
-    $("prompt").focus();
   }
 
   #choose(node) {
