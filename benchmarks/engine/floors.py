@@ -127,16 +127,26 @@ def floor_of(runner: Any, store: Any, sequences: int, context: int, tokens: int)
     """Of a step of `tokens` tokens of `sequences` sequences, each `context` long."""
     packed = runner.packed
     projections = [] if packed.inputs is None else [(packed.inputs.projection, 1.0, 1.0)]
-    # Layers at the end that store nothing multiply the sampled rows alone.
+    # What nobody reads but where a token is sampled: layers at the end that store nothing, and the last layer before
+    # them behind its attention.
     first_reader = max(index for index, layer in enumerate(packed.layers) if not layer.reads_only) + 1
-    of_all = [one for layer in packed.layers[:first_reader] for one in _shares(layer, tokens)] + projections
-    of_sampled = [one for layer in packed.layers[first_reader:] for one in _shares(layer, sequences)]
+    last = packed.layers[first_reader - 1]
+    of_all = [one for layer in packed.layers[: first_reader - 1] for one in _shares(layer, tokens)] + projections
+    of_all += [one for one in _shares(last, tokens) if _is_of_all(last, one[0])]
+    of_sampled = [one for one in _shares(last, sequences) if not _is_of_all(last, one[0])]
+    of_sampled += [one for layer in packed.layers[first_reader:] for one in _shares(layer, sequences)]
     of_sampled.append((packed.head, 1.0, 1.0))
     weights = sum(linear.nbytes * read for linear, read, _ in of_all + of_sampled)
     states = 0 if store.states is None else 2 * store.states.slot_bytes * sequences
     pages = sequences * context * store.shape.bytes_per_block // store.block_size
     operations = 2 * (_values(of_all) * tokens + _values(of_sampled) * sequences)
     return Floor(int(weights) + states + pages, int(operations))
+
+
+def _is_of_all(last: Any, linear: Any) -> bool:
+    latent = last.latent
+    stores = (last.qkv, latent.query_b, latent.keys) if latent is not None else (last.qkv,)
+    return last.recurrent is not None or any(linear is one for one in stores)
 
 
 def _values(shares: list[tuple[Any, float, float]]) -> float:

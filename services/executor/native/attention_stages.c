@@ -6,7 +6,9 @@
 #include "codec.h"
 #include "fetch.h"
 #include "latent.h"
+#include "residual.h"
 #include "sparse.h"
+#include "tail.h"
 
 typedef struct {
     rz_decoder *decoder;
@@ -289,6 +291,21 @@ static void gate_heads_task(void *argument, long token, long next, int thread)
         f32_store_bf16(attended + i, f32_mul(f32_load_bf16(attended + i), sigmoid_f32(f32_load(gate + i))));
 }
 
+/* Goes on with the rows of the step's tail: their queries, and what they are gated by. */
+static void leave_rows(attention *job, int thread)
+{
+    rz_decoder *decoder = job->decoder;
+    const rz_heads *heads = job->heads;
+    const rz_workspace *space = &decoder->space;
+    const size_t gates = job->layer->gated ? (size_t)projected_width(heads, job->layer) * sizeof(float) : 0;
+    const rz_step_rows own[2] = {
+        { space->queries, (size_t)heads->q_heads * (size_t)heads->key_dim * sizeof(bf16) },
+        { space->qkv, gates },
+    };
+    rz_keep_rows(decoder, thread, RZ_NOTHING_LEFT, own);
+    job->plan = &decoder->attention[job->layer->heads];
+}
+
 int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
 {
     const rz_model *model = &decoder->model;
@@ -321,6 +338,10 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
         rz_summarise(decoder, thread, layer);
         rz_choose_blocks(decoder, thread, layer, plan);
     }
+    if (rz_leaves_rows(decoder, layer))
+        leave_rows(&job, thread);
+    if (!decoder->step->tokens)
+        return 1;
     attend_in_rounds(&job, thread);
     if (!exchange_shared(&job, thread))
         return 0;

@@ -197,6 +197,8 @@ static int mix_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
     }
     if (!rz_attend_rows(decoder, thread, layer))
         return 0;
+    if (!decoder->step->tokens)
+        return 1;
     if (layer->latent) {
         end_block(decoder, thread, RZ_OUTPUT, &layer->output, rz_open_latents(decoder, thread, layer), 0, after, NULL);
         return 1;
@@ -246,6 +248,8 @@ static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, rz_
     rz_norm_rows(decoder, thread, layer->attention_norm, left);
     if (!mix_rows(decoder, thread, layer))
         return 0;
+    if (!decoder->step->tokens)
+        return 1;
     left = behind_block(model, layer->after_attention_norm);
     if (left.adds && !rz_sum_over_ranks(decoder, thread, space->delta, model->hidden))
         return 0;
@@ -294,9 +298,8 @@ static void run_step(rz_decoder *decoder, int thread)
     for (int i = 0; i < model->layers; i++) {
         if (thread == 0)
             enter_layer(model, i);
-        if (decoder->tail.there && i == decoder->tail.from) {
-            rz_keep_rows(decoder, thread, left, step->sample_rows, &decoder->tail.step, decoder->tail.attention,
-                         &decoder->tail.adapter_rows);
+        if (decoder->tail.there && !decoder->tail.within && i == decoder->tail.from) {
+            rz_keep_rows(decoder, thread, left, (rz_step_rows[2]){ { NULL, 0 } });
             left = RZ_NOTHING_LEFT;
         }
         left = rz_tap_rows(decoder, thread, i, NULL, left);

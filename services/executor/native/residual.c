@@ -128,42 +128,41 @@ void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending first)
 typedef struct {
     rz_decoder *decoder;
     const rz_pending *left;
-    const int32_t *rows;
-    const rz_step *step;
-    const rz_attention_plan *attention;
-    const rz_adapter_rows *adapters;
+    const rz_step_rows *also;
 } kept;
 
-static void move_row(float *rows, long width, long to, long from)
+static void move_row(void *rows, size_t bytes, long to, long from)
 {
     if (to != from)
-        memcpy(rows + to * width, rows + from * width, (size_t)width * sizeof *rows);
+        memcpy((unsigned char *)rows + (size_t)to * bytes, (unsigned char *)rows + (size_t)from * bytes, bytes);
 }
 
 static void keep_task(void *argument, long task, long next, int thread)
 {
     (void)task, (void)next, (void)thread;
     const kept *job = argument;
-    rz_workspace *space = &job->decoder->space;
-    const rz_model *model = &job->decoder->model;
-    for (long i = 0; i < job->step->tokens; i++) {
-        const long row = job->rows[i];
-        settle(job->decoder, job->left, row);
-        move_row(space->residual, model->hidden, i, row);
-        move_row(space->inputs, rz_inputs_row(model), i, row);
+    rz_decoder *decoder = job->decoder;
+    rz_workspace *space = &decoder->space;
+    const size_t rotation = (size_t)space->most_rotary * sizeof(float);
+    for (long i = 0; i < decoder->tail.step.tokens; i++) {
+        const long row = decoder->step->sample_rows[i];
+        settle(decoder, job->left, row);
+        move_row(space->residual, (size_t)decoder->model.hidden * sizeof(float), i, row);
+        move_row(space->inputs, (size_t)rz_inputs_row(&decoder->model) * sizeof(float), i, row);
         for (int set = 0; set < RZ_ROTARIES; set++)
-            move_row(space->rotations + set * space->tokens * space->most_rotary, space->most_rotary, i, row);
+            move_row(space->rotations + set * space->tokens * space->most_rotary, rotation, i, row);
+        for (int which = 0; which < 2; which++)
+            move_row(job->also[which].first, job->also[which].bytes, i, row);
     }
-    job->decoder->step = job->step;
-    job->decoder->attention = job->attention;
-    if (job->decoder->adapter_rows)
-        job->decoder->adapter_rows = job->adapters;
+    decoder->step = &decoder->tail.step;
+    decoder->attention = decoder->tail.attention;
+    if (decoder->adapter_rows)
+        decoder->adapter_rows = &decoder->tail.adapter_rows;
 }
 
-void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const int32_t *rows, const rz_step *step,
-                  const rz_attention_plan *attention, const rz_adapter_rows *adapters)
+void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const rz_step_rows *also)
 {
-    kept job = { decoder, &left, rows, step, attention, adapters };
+    kept job = { decoder, &left, also };
     rz_run_stage(decoder, thread, RZ_NORM, 1, keep_task, &job);
 }
 

@@ -21,10 +21,15 @@ int rz_embed_rows(rz_decoder *decoder, int thread);
 /* The normed rows, behind what is left to do; `weight` NULL: the rows as they are. */
 void rz_norm_rows(rz_decoder *decoder, int thread, const float *weight, rz_pending left);
 
-/* Goes on with `step` and its `attention`, of which row i is row `rows[i]` of the one so far, in ascending order; the residual is what it
- * is behind what is left to do. */
-void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const int32_t *rows, const rz_step *step,
-                  const rz_attention_plan *attention, const rz_adapter_rows *adapters);
+/* Rows, of which a step has one for each token. */
+typedef struct {
+    void *first;
+    size_t bytes; /* of one; 0: there are none */
+} rz_step_rows;
+
+/* Goes on with the step's tail: its rows are moved to where those of a step are, the residual behind what is left to do,
+ * and `also` [2]. */
+void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const rz_step_rows *also);
 
 /* Hands over what `layer` reads of all rows, where a tap is there, normed by `weight` or as it is (NULL). Returns what
  * is left to do. */

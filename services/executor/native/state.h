@@ -34,10 +34,11 @@ typedef struct {
     int32_t *pieces;       /* [pieces and one more]: where those of each begin */
 } rz_adapter_rows;
 
-/* What the last layers compute of a step, where they store nothing: see tail.h. */
+/* The sampled rows of a step, where the others are not computed: see tail.h. */
 typedef struct {
-    int from;         /* the first of those layers; as many as there are layers: there are none */
-    int there;        /* whether the step at hand has a tail */
+    int from;         /* the first layer that stores nothing; as many as there are layers: there is none */
+    int there;        /* whether the step at hand has a tail, */
+    int within;       /* and the layer before `from` has a part in it */
     rz_step step;
     int32_t *numbers; /* its arrays */
     long room;        /* of them */

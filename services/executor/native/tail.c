@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WORTH = 2 /* rows of a step for each that is sampled, at least */ };
+enum { WORTH = 4 /* rows that are moved for each that is left out, at most */ };
 
 int rz_first_of_tail(const rz_model *model)
 {
@@ -14,9 +14,26 @@ int rz_first_of_tail(const rz_model *model)
     return first;
 }
 
+/* Whether the layer before the tail's can go on with its rows. A recurrent one has its state from what all rows come to,
+ * and the blocks that rows choose are planned for all. */
+static int begins_within(const rz_tail *tail, const rz_model *model, const rz_step *step)
+{
+    const rz_layer *last = tail->from ? &model->layer[tail->from - 1] : NULL;
+    return last && !last->recurrent && !(last->chooses && step->num_sparse);
+}
+
+int rz_leaves_rows(const rz_decoder *decoder, const rz_layer *layer)
+{
+    const rz_tail *tail = &decoder->tail;
+    return tail->there && tail->within && layer == &decoder->model.layer[tail->from - 1];
+}
+
 static int is_worth_it(const rz_tail *tail, const rz_model *model, const rz_step *step)
 {
-    if (tail->from == model->layers || step->num_pools || step->num_taps || step->sampled * WORTH > step->tokens)
+    const int left_out = step->tokens - step->sampled;
+    if ((tail->from == model->layers && !tail->within) || step->num_pools || step->num_taps)
+        return 0;
+    if (left_out <= 0 || step->sampled > left_out * WORTH)
         return 0;
     for (int i = 1; i < step->sampled; i++)
         if (step->sample_rows[i] <= step->sample_rows[i - 1])
@@ -68,6 +85,7 @@ static void fill(rz_tail *tail, const rz_model *model, const rz_step *step)
 int rz_make_tail(rz_decoder *decoder, const rz_step *step)
 {
     rz_tail *tail = &decoder->tail;
+    tail->within = begins_within(tail, &decoder->model, step);
     tail->there = is_worth_it(tail, &decoder->model, step);
     if (!tail->there)
         return 1;

@@ -55,6 +55,7 @@
 #define rz_latent_attended RZ_OF_LEVEL(rz_latent_attended)
 #define rz_latent_projected RZ_OF_LEVEL(rz_latent_projected)
 #define rz_latent_queries RZ_OF_LEVEL(rz_latent_queries)
+#define rz_leaves_rows RZ_OF_LEVEL(rz_leaves_rows)
 #define rz_look_ahead RZ_OF_LEVEL(rz_look_ahead)
 #define rz_make_tail RZ_OF_LEVEL(rz_make_tail)
 #define rz_merge RZ_OF_LEVEL(rz_merge)
