@@ -12,8 +12,8 @@ from tests.docs.pages import ROOT
 # By the folders that are counted together.
 CEILINGS = {
     ("services", "shared"): 139_668,  # +7: versions that are no neighbours; to come: 112,000
-    ("benchmarks",): 14_140,  # +6: a later turn of a conversation; to come: 13,000
-    ("tests",): 150_354,  # +50: exit codes, drains bounded in upgrades; to come: 120,000
+    ("benchmarks",): 14_150,  # +10: floors of a step whose end computes what is sampled alone; to come: 13,000
+    ("tests",): 150_367,  # +13: what is not computed, of more models; a name asked for twice; to come: 120,000
 }
 
 
