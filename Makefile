@@ -304,7 +304,7 @@ release: $(INSTALLED) ## Make and check a release's files in dist/ (make release
 	@build/release/twine/bin/twine check --strict dist/*.whl dist/*.tar.gz
 	@$(BIN)/python -m tests.release.installed dist $(PYTHONS)
 	@$(BIN)/python -m tests.release.changelog notes $(IMAGE_VERSION) $(if $(REPOSITORY),$(REPOSITORY)/blob/v$(IMAGE_VERSION)) > dist/NOTES.md
-	@if command -v docker > /dev/null && docker info > /dev/null 2>&1; then \
+	@set -e; if command -v docker > /dev/null && docker info > /dev/null 2>&1; then \
 	  $(MAKE) --no-print-directory images; \
 	  for target in $(IMAGE_TARGETS); do \
 	    cp build/sbom/$$target.cdx.json dist/image-$$target.cdx.json; \
