@@ -18,8 +18,8 @@ from shared.messages.training import TrainingJob, TrainingMetrics
 
 EXAMPLES = "examples.msgpack"  # in the directory: `TrainingData`
 STATE = "state.safetensors"  # what an earlier attempt has written; not there: it begins anew
-# Bytes that a trainer keeps at most, of an unquantized base, from a layer's forward to its backward pass, so as not to
-# compute them again: its host reckons with them.
+# Bytes that a trainer keeps at most, from a layer's forward to its backward pass, so as not to compute them again; of a
+# quantized base a quarter. Its host reckons with them.
 KEPT_ACTIVATIONS = 1 << 30
 PAUSE = b"pause\n"  # write a state and end; the step that is under way is given up, and made again later
 # With the seconds, since its start, for which it was suspended (SIGSTOP): told before it goes on. They count neither

@@ -9,6 +9,7 @@
 #include "float_codes.h"
 #include "gemm.h"
 #include "quantized_layout.h"
+#include "state.h"
 
 enum { SPAN_BLOCKS = PIECE, SPAN_COLUMNS = SPAN_BLOCKS * BLOCK };
 
@@ -37,6 +38,18 @@ static void store_row(const destination *to, long row, long column, const float 
         f32_store_bf16(last, f32_load(rest));
         memcpy(into + i, last, (size_t)(count - i) * sizeof *last);
     }
+}
+
+static void store_bf16_row(const destination *to, long row, long column, const bf16 *values, long count)
+{
+    const long at = row * to->stride + column;
+    if (!to->is_float) {
+        memcpy((bf16 *)to->rows + at, values, (size_t)count * sizeof *values);
+        return;
+    }
+    float *into = (float *)to->rows + at;
+    for (long i = 0; i < count; i += LANES)
+        f32_store_some(lanes_first(count - i), into + i, f32_load_bf16(values + i));
 }
 
 /* Codes of `blocks` blocks by outputs, [32][SPAN_COLUMNS], of the sides [first, end) of a panel. A quad of a side is a
@@ -91,9 +104,12 @@ static void unpack_panel(const rz_format *format, const uint8_t *panel, const lo
         rz_unpack_slab(format, &at, block, some, &here);
         codes_by_outputs(here.codes, some, lanes[0] / LANES, lanes[rows - 1] / LANES + 1, codes);
         for (long i = 0; i < rows; i++) {
-            float values[SPAN_COLUMNS];
+            float own[SPAN_COLUMNS], *values = own;
+            if (to->is_float && count == some * BLOCK)
+                values = (float *)to->rows + (to_row + i) * to->stride + column;
             row_of_slab(format, &here, lanes[i], codes + lanes[i] * SPAN_COLUMNS, some, values);
-            store_row(to, to_row + i, column, values, count);
+            if (values == own)
+                store_row(to, to_row + i, column, own, count);
         }
     }
 }
@@ -111,17 +127,26 @@ static void unpack_float_panel(const rz_format *format, const uint8_t *panel, co
     }
 }
 
-/* Output `output` of bf16 panels. */
-static void unpack_plain(const uint8_t *packed, long output, long inputs, long row, const destination *to)
+/* As unpack_panel, of bf16: [pairs of columns][PANEL][2], 16 lines of which, transposed, are 32 columns of 16 outputs. */
+static void unpack_plain_panel(const uint8_t *packed, long inputs, const long *lanes, long rows, long to_row,
+                               const destination *to)
 {
+    enum { SPAN_PAIRS = SPAN_COLUMNS / 2 };
+    const bf16 *panel = (const bf16 *)packed;
     const long pairs = (inputs + 1) / 2;
-    const bf16 *from = (const bf16 *)packed + (output / PANEL * pairs * PANEL + output % PANEL) * 2;
-    for (long k = 0; k < inputs; k++) {
-        const bf16 value = from[k / 2 * 2 * PANEL + k % 2];
-        if (to->is_float)
-            ((float *)to->rows)[row * to->stride + k] = bf16_to_float(value);
-        else
-            ((bf16 *)to->rows)[row * to->stride + k] = value;
+    _Alignas(LINE_BYTES) int32_t outputs[PANEL * SPAN_PAIRS];
+    for (long first = 0; first < pairs; first += SPAN_PAIRS) {
+        const long some = pairs - first < SPAN_PAIRS ? pairs - first : SPAN_PAIRS, column = first * 2;
+        for (long pair = 0; pair < some; pair += LANES)
+            for (long side = lanes[0] / LANES; side <= lanes[rows - 1] / LANES; side++) {
+                const bf16 *lines[LANES]; /* behind the last pair, that one */
+                for (long i = 0; i < LANES; i++)
+                    lines[i] = panel + ((first + least(pair + i, some - 1)) * PANEL + side * LANES) * 2;
+                transpose_pairs(lines, 0, outputs + side * LANES * SPAN_PAIRS + pair, SPAN_PAIRS);
+            }
+        const long count = least(inputs - column, some * 2);
+        for (long i = 0; i < rows; i++)
+            store_bf16_row(to, to_row + i, column, (const bf16 *)(outputs + lanes[i] * SPAN_PAIRS), count);
     }
 }
 
@@ -129,7 +154,7 @@ void rz_unpack_rows(void *rows, int is_float, long stride, const rz_format *form
                     long first, long run, long step, long begin, long end)
 {
     const destination to = { rows, is_float, stride };
-    const size_t bytes = format->bits ? rz_quantized_panel_bytes(format) : 0;
+    const size_t bytes = format->bits ? rz_quantized_panel_bytes(format) : rz_packed_bytes(PANEL, inputs);
     for (long row = begin; row < end;) {
         const long output = output_of(row, first, run, step), panel = output / PANEL;
         long lanes[PANEL], count = 0;
@@ -137,11 +162,11 @@ void rz_unpack_rows(void *rows, int is_float, long stride, const rz_format *form
             lanes[count] = output_of(row + count, first, run, step) % PANEL;
             count++;
         }
-        for (long i = 0; i < count && !format->bits; i++)
-            unpack_plain(packed, panel * PANEL + lanes[i], inputs, row + i - begin, &to);
         if (format->bits)
             (format->floats ? unpack_float_panel : unpack_panel)(format, packed + (size_t)panel * bytes, lanes, count,
                                                                  row - begin, &to);
+        else
+            unpack_plain_panel(packed + (size_t)panel * bytes, inputs, lanes, count, row - begin, &to);
         row += count;
     }
 }

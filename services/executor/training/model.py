@@ -63,7 +63,8 @@ class TrainableModel:
         self._add_factors(base, hyperparameters, seed)
         self._layers = _layers_of(self._model)
         self._kept_layers = 0
-        self._keeps = base.kind == "checkpoint"
+        # Whoever has quantized the base has little memory.
+        self._kept_bytes = KEPT_ACTIVATIONS if base.kind == "checkpoint" else KEPT_ACTIVATIONS // 4
         self._widths = [self._width_of(layer, base.targets) for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.forward = self._through(index, layer.forward)
@@ -108,9 +109,7 @@ class TrainableModel:
             self._current[0] = before
 
     def _how_many_keep(self, tokens: int) -> int:
-        if not self._keeps:
-            return 0
-        left = KEPT_ACTIVATIONS
+        left = self._kept_bytes
         size = self._scratch.dtype.itemsize * tokens * _KEPT_SHARE
         for index, width in enumerate(self._widths):
             left -= int(width * size)

@@ -2,7 +2,7 @@
 
 base            nothing where it is mapped and served here too; else its weights
 activations     of the tokens of a micro batch: the inputs of all layers (the rest is computed again, layer by
-                layer), all that one layer computes with, and what else is kept where the base is not quantized
+                layer), all that one layer computes with, and what else is kept so as to compute less again
 factors         weights, gradients and both moments, in fp32
 the process     PyTorch and its buffers
 """
