@@ -13,7 +13,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { GROUPS = KEYS / LANES, AT_ONCE_REDUCED = 4 };
+enum { GROUPS = KEYS / LANES };
 
 /* The codes of a round's keys or values. */
 typedef struct {
@@ -199,17 +199,11 @@ static void ask_for_values(const rz_attention_shape *shape, const round_groups *
             &memory->gains[i], asked->ahead };
 }
 
-static void pull_times(rz_upcoming *ahead, int times)
-{
-    for (; times > 0; times--)
-        pull(ahead, 16);
-}
-
-/* Products of some queries become weights, as digits. Where nothing was packed, what comes is asked for here: `pulls` times
- * twice for each query. */
+/* Products of some queries become weights, as digits. Where nothing was packed, what comes is asked for here: `lines` twice
+ * for each query. */
 static void soften_products(const rz_attention_shape *shape, const head_part *head, int first,
                             const some_queries *queries, const float *scales, const float *shares,
-                            rz_attention_memory *memory, rz_upcoming *ahead, int pulls, asked_products *asked)
+                            rz_attention_memory *memory, rz_upcoming *ahead, int lines, asked_products *asked)
 {
     const digit_sums *products = &memory->products[queries->turn];
     const int all = asked->count * QUARTERS;
@@ -221,7 +215,7 @@ static void soften_products(const rz_attention_shape *shape, const head_part *he
             const int oldest = shape->window ? head->part.position + row_of(head, these + i) - shape->window + 1 - first : 0;
             const number_row query = { memory->units[these + i], memory->surplus[these + i] };
             four[i] = scale_products(shape, products->of[at + i], scales, query, oldest, memory->scores[at + i]);
-            pull_times(ahead, pulls);
+            pull(ahead, lines);
         }
         for (int i = here; i < AT_ONCE_REDUCED; i++)
             four[i] = four[0];
@@ -229,7 +223,7 @@ static void soften_products(const rz_attention_shape *shape, const head_part *he
         for (int i = 0; i < here; i++) {
             four[i] = weigh_scores_as_digits(memory->scores[at + i], memory->peaks[these + i], shares,
                                              memory->digits[queries->turn][at + i]);
-            pull_times(ahead, pulls);
+            pull(ahead, lines);
             multiply_until(asked, all * (at + i + 1) / NUMBERS_AT_ONCE);
         }
         f32_store_sums(memory->added + these, four);
@@ -286,7 +280,7 @@ int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, cons
     rz_turn_sums(shape, memory, begin, end, 1);
     /* Few queries take little time between their products: loads would wait for what is asked for there at once. */
     const int few = end - begin <= (rz_has_digit_tiles() ? NUMBERS_AT_ONCE : FEWEST_FOR_DIGIT_TILES - 1);
-    const int pulls = cache->in_groups && !few ? 1 + (shape->key_dim / 16 - 1) / (end - begin) : 0;
+    const int coming_lines = cache->in_groups && !few ? (int)whole_parts(shape->key_dim, end - begin) : 0; /* KEYS are one */
     some_queries last = { 0, 0, 0 }, these = queries_from(begin, end, 0);
     asked_products asked = { .ahead = cache->in_groups && few ? ahead : NULL };
     ask_for_keys(shape, &groups, memory, &these, &asked);
@@ -297,7 +291,7 @@ int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, cons
         asked.count = asked.done = 0;
         ask_for_keys(shape, &groups, memory, &coming, &asked);
         ask_for_values(shape, &groups, memory, &last, &asked);
-        soften_products(shape, head, first, &these, keys->scales, shares, memory, ahead, pulls, &asked);
+        soften_products(shape, head, first, &these, keys->scales, shares, memory, ahead, coming_lines, &asked);
         add_gains(shape, memory, &last);
         join_rounds(memory, &these, unit);
         last = these;

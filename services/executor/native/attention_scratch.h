@@ -7,7 +7,10 @@
 
 #define LOG2_E 1.44269504f
 
-enum { FEW_QUERIES = 4 /* that are not worth packing keys and values for */ };
+enum {
+    FEW_QUERIES = 4, /* that are not worth packing keys and values for */
+    AT_ONCE_REDUCED = 4, /* vectors, to their largest values or sums */
+};
 
 /* Rows are as wide as the model's keys and values are, and follow each other: further apart, they would take the same
  * few sets of the caches. Where rows are read or written by vectors or by fours, there are more than TILE_QUERIES. */

@@ -28,8 +28,8 @@ RZ_INLINE void store_waiting(const waiting_quarter *before)
             tile_multiply_bytes(sums, digits, codes); \
     } while (0)
 
-/* Tiles 0 and 1, in turns: sums of 16 columns; 4: digits; 5: codes. All are whole, as two of 16 rows are elsewhere: to shape
- * them anew takes as long as to multiply one. */
+/* Tiles 0 and 1, in turns: sums of 16 columns; 4: digits, which stay for all quarters of a product where they are one tile;
+ * 5: codes. All are whole, as two of 16 rows are elsewhere: to shape them anew takes as long as to multiply one. */
 static void multiply_in_tiles(const digit_product *product, int quarter, waiting_quarter *before)
 {
     const int turn = !before->tile, as_columns = product->quads > 0;
@@ -39,7 +39,8 @@ static void multiply_in_tiles(const digit_product *product, int quarter, waiting
     if (product->ahead)
         pull(product->ahead, UPCOMING_OF_QUAD * (as_columns ? product->quads : LANES) / QUARTERS);
     for (int quad = 0; quad == 0 || quad < product->quads; quad += QUADS_OF_TILE) {
-        tile_load(4, product->digits + 4 * quad, product->stride);
+        if (quarter == 0 || product->quads > QUADS_OF_TILE)
+            tile_load(4, product->digits + 4 * quad, product->stride);
         tile_load(5, codes + quad * QUAD_BYTES, as_columns ? QUAD_BYTES : QUAD);
         if (quad == 0) {
             store_waiting(before);
