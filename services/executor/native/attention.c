@@ -56,12 +56,14 @@ static void decode_groups(int codec, const int8_t *codes, int which, int count, 
     }
 }
 
-/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their `scales` [KEYS]. */
-static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-                      const row_run *run, int first, int count, int which, rz_attention_memory *scratch, float *scales,
-                      const bf16 **rows)
+/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their `scales` [KEYS]. Returns whether
+ * these are not all 1: of what is kept as bf16 they are. */
+static int find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+                     const row_run *run, int first, int count, int which, rz_attention_memory *scratch, float *scales,
+                     const bf16 **rows)
 {
     const int size = shape->block_size, d = shape->key_dim, planes = shape->lines * shape->kv_heads;
+    int scaled = 0;
     for (int key = 0; key < count;) {
         int block_index = (first + key) / size, offset = (first + key) % size;
         long block = block_index == run->home ? run->own : part->table[block_index];
@@ -75,8 +77,10 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
         } else {
             long plane = (block - cache->num_writable) * planes + head;
             long at = (plane * size + offset) * d;
-            if (cache->codec != RZ_CODEC_NONE)
+            if (cache->codec != RZ_CODEC_NONE) {
                 scale = cache->scales[plane] * codec_unit(cache->codec);
+                scaled = 1;
+            }
             if (cache->in_groups)
                 decode_groups(cache->codec, (const int8_t *)cache->codes + at, which, here, d,
                               scratch->decoded[which] + key * d);
@@ -97,6 +101,7 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
         rows[key] = scratch->zeros;
         scales[key] = 0.0f;
     }
+    return scaled;
 }
 
 enum { ROUNDS_AHEAD = 2 /* one is over before its memory comes */ };
@@ -168,16 +173,10 @@ static void pack_values(int d, int keys, const bf16 *const *rows, rz_attention_m
 
 /* --- scores and weights ------------------------------------------------------------------------------ */
 
-static void multiply(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+/* What scores are multiplied with, in base 2. */
+RZ_INLINE float factor_of(const rz_attention_shape *shape)
 {
-    int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int done = 0; tiles; tiles--) {
-        int here = (rows - done + tiles - 1) / tiles;
-        if (ROWS_ALIKE > 1 && rows - done > TILE_ROWS) /* 48 are 32 and 16, not 24 twice */
-            here = (here + ROWS_ALIKE - 1) / ROWS_ALIKE * ROWS_ALIKE;
-        rz_tile_operands(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, NULL);
-        done += here;
-    }
+    return shape->scale * LOG2_E;
 }
 
 /* Scores of one query, of the keys that it sees: [oldest, newest] of the round's first `used`. The largest is found. */
@@ -186,7 +185,7 @@ static void scale_scores(const rz_attention_shape *shape, const float *scales, r
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     float *scores = scratch->scores[query];
-    const f32 factor = f32_set1(shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
+    const f32 factor = f32_set1(factor_of(shape)), nothing = f32_set1(-INFINITY);
     f32 peak = nothing;
     for (int key = 0; key < used; key += LANES) {
         f32 value = f32_mul(f32_load(scores + key), f32_load(scales + key));
@@ -220,27 +219,55 @@ static void raise_largest(rz_attention_memory *scratch, int begin, int end)
     }
 }
 
-/* The scores of one query become weights of the largest so far, times `scales`; its sums are scaled to that. */
-RZ_INLINE void weigh_scores(const rz_attention_shape *shape, const float *scales, rz_attention_memory *scratch, int query,
-                            const int used, const int few)
+/* The largest scores of queries [begin, end), which see all KEYS keys and are multiplied with the factor alone: that is left
+ * to weigh_scores. */
+static void find_peaks(const rz_attention_shape *shape, rz_attention_memory *scratch, int begin, int end)
+{
+    const f32 factor = f32_set1(factor_of(shape));
+    for (int query = begin; query < end; query += AT_ONCE_REDUCED) {
+        f32 four[AT_ONCE_REDUCED];
+#pragma GCC unroll 4
+        for (int i = 0; i < AT_ONCE_REDUCED; i++) {
+            const float *scores = scratch->scores[query + i < end ? query + i : query];
+            four[i] = f32_max(f32_max(f32_load(scores), f32_load(scores + LANES)),
+                              f32_max(f32_load(scores + 2 * LANES), f32_load(scores + 3 * LANES)));
+        }
+        f32_store_largest(scratch->peaks + query, four);
+    }
+    for (int query = begin; query < end; query += LANES)
+        f32_store_some(lanes_first(end - query), scratch->peaks + query, f32_mul(f32_load(scratch->peaks + query), factor));
+}
+
+/* The scores of one query, times `factor`, become weights of the largest so far, times `scales` (NULL: 1); its sums are
+ * scaled to that. */
+RZ_INLINE void weigh_scores(const rz_attention_shape *shape, float factor, const float *scales, rz_attention_memory *scratch,
+                            int query, const int used, const int few)
 {
     float *scores = scratch->scores[query];
-    const f32 base = f32_set1(scratch->largest[query]), keep = f32_set1(scratch->keep[query]);
+    const f32 base = f32_set1(scratch->largest[query]), times = f32_set1(factor);
     f32 total = f32_zero();
-#pragma GCC unroll 4
-    for (int key = 0; key < used; key += LANES) {
-        const f32 weight = exp2_nonpositive_f32(f32_sub(f32_load(scores + key), base));
-        total = f32_add(total, weight);
-        const f32 share = f32_mul(weight, f32_load(scales + key));
-        if (few)
-            f32_store(scores + key, f32_as_bf16(share));
-        else
-            f32_store_operands(scratch->weights[query] + key, share);
+#pragma GCC unroll 2
+    for (int key = 0; key < used; key += 2 * LANES) {
+        f32 shares[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const f32 score = f32_rounded(f32_mul(f32_load(scores + key + i * LANES), times)); /* as scale_scores has it */
+            const f32 weight = exp2_nonpositive_f32(f32_sub(score, base));
+            total = f32_add(total, weight);
+            shares[i] = scales ? f32_mul(weight, f32_load(scales + key + i * LANES)) : weight;
+        }
+        if (few) {
+            f32_store(scores + key, f32_as_bf16(shares[0]));
+            f32_store(scores + key + LANES, f32_as_bf16(shares[1]));
+        } else {
+            f32_store_two_operands(scratch->weights[query] + key, shares[0], shares[1]);
+        }
     }
+    const float keep = scratch->keep[query];
     float *sums = scratch->sums + query * rz_sum_width(shape);
-    for (int i = 0; i < shape->value_dim; i += LANES)
-        f32_store(sums + i, f32_mul(f32_load(sums + i), keep));
-    scratch->total[query] = scratch->total[query] * scratch->keep[query] + f32_sum(total);
+    for (int i = 0; keep != 1.0f && i < shape->value_dim; i += LANES)
+        f32_store(sums + i, f32_mul(f32_load(sums + i), f32_set1(keep)));
+    scratch->total[query] = scratch->total[query] * keep + f32_sum(total);
 }
 
 _Static_assert(2 * KEYS <= PLANES_OF_ROUND, "a round has room for its planes");
@@ -261,17 +288,20 @@ RZ_INLINE int first_in_round(const key_round *round, const head_part *head)
     return head->first_query + round->run->first * head->part.heads;
 }
 
-/* Scores of a KV head's queries in the round become weights. */
-static void soften(const key_round *round, const head_part *head, const float *scales, rz_attention_memory *scratch)
+/* Scores of a KV head's queries in the round become weights. `scales`: of values; or NULL. */
+static void soften(const key_round *round, const head_part *head, float factor, const float *scales,
+                   rz_attention_memory *scratch)
 {
     const int begin = first_in_round(round, head), end = begin + round->queries;
     for (int query = begin; query < end; query++)
         if (round->few)
-            weigh_scores(round->shape, scales, scratch, query, round->used, 1);
-        else if (round->used == KEYS)
-            weigh_scores(round->shape, scales, scratch, query, KEYS, 0);
+            weigh_scores(round->shape, factor, scales, scratch, query, round->used, 1);
+        else if (round->used == PANEL)
+            weigh_scores(round->shape, factor, scales, scratch, query, PANEL, 0);
+        else if (scales)
+            weigh_scores(round->shape, factor, scales, scratch, query, KEYS, 0);
         else
-            weigh_scores(round->shape, scales, scratch, query, PANEL, 0);
+            weigh_scores(round->shape, factor, NULL, scratch, query, KEYS, 0);
 }
 
 /* The sum of weights with that of a head's sink. */
@@ -303,34 +333,50 @@ static void finish(const rz_attention_shape *shape, const head_part *head, const
     }
 }
 
-/* Scores of a KV head's queries in the round; `rows`: where its keys are found. */
-static void score_keys(const key_round *round, const head_part *head, int which, const bf16 **rows,
-                       rz_attention_memory *scratch, rz_upcoming *ahead)
+/* Scores of a KV head's queries in the round; `rows`: where its keys are found. Returns whether these have scales. */
+static int score_keys(const key_round *round, const head_part *head, int which, const bf16 **rows,
+                      rz_attention_memory *scratch, rz_upcoming *ahead)
 {
     const rz_attention_part *part = &head->part;
     const int d = round->shape->key_dim, begin = first_in_round(round, head);
-    find_rows(round->shape, round->cache, part, round->run, round->first, round->count, 0, scratch, scratch->scales[which][0],
-              rows);
+    const int scaled = find_rows(round->shape, round->cache, part, round->run, round->first, round->count, 0, scratch,
+                                 scratch->scales[which][0], rows);
     if (rz_scores_few(part->rows * part->heads)) {
         rz_score_few(scratch->columns[which], round->run->first * part->heads, round->queries, rows, round->count, d,
                      scratch->scores[begin], scratch, ahead);
-        return;
+        return scaled;
     }
     pack_keys(d, round->used / PANEL, rows, scratch, ahead);
-    for (int key = 0; key < round->used; key += PANEL)
-        multiply(round->queries, scratch->queries + begin * d, d, scratch->keys + key * d, d / 2, &scratch->scores[begin][key],
-                 KEYS, 0);
+    rz_tiles(round->queries, scratch->queries + begin * d, d, scratch->keys, round->used / PANEL, (long)PANEL * d, d / 2,
+             scratch->scores[begin], KEYS, 0);
+    return scaled;
 }
 
-static void raise_scores(const key_round *round, const head_part *head, const float *scales, rz_attention_memory *scratch)
+/* Whether all rows of a round see all KEYS keys. */
+static int sees_all(const key_round *round, const head_part *head)
+{
+    const int window = round->shape->window, oldest = head->part.position + round->run->first - round->first;
+    const int newest = head->part.position + round->run->end - 1 - round->first;
+    return round->count == KEYS && oldest >= KEYS - 1 && (!window || newest < window);
+}
+
+/* The largest scores of a KV head's queries, with those of this round. Returns what scores are still to be multiplied with. */
+static float raise_scores(const key_round *round, const head_part *head, int scaled, const float *scales,
+                          rz_attention_memory *scratch)
 {
     const rz_attention_shape *shape = round->shape;
     const int begin = first_in_round(round, head), end = begin + round->queries;
+    if (!scaled && shape->soft_cap <= 0 && shape->scale > 0 && sees_all(round, head)) {
+        find_peaks(shape, scratch, begin, end);
+        raise_largest(scratch, begin, end);
+        return factor_of(shape);
+    }
     for (int query = begin; query < end; query++) {
         const int newest = head->part.position + row_of(head, query) - round->first;
         scale_scores(shape, scales, scratch, query, shape->window ? newest - shape->window + 1 : 0, newest, round->used);
     }
     raise_largest(scratch, begin, end);
+    return 1.0f;
 }
 
 /* Weights of a KV head's queries, times values, are added to their sums. */
@@ -345,20 +391,21 @@ static void add_values(const key_round *round, const head_part *head, const bf16
         return;
     }
     pack_values(shape->value_dim, round->used, rows, scratch, ahead);
-    for (int column = 0; column < shape->value_dim; column += PANEL)
-        multiply(round->queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, round->used / 2,
-                 sums + column, width, 1);
+    rz_tiles(round->queries, scratch->weights[begin], KEYS, scratch->values, shape->value_dim / PANEL, PANEL * KEYS,
+             round->used / 2, sums, width, 1);
 }
 
-/* Where the values of a KV head are in the round; keys were found last. */
-static void find_values(const key_round *round, const head_part *head, int which, const bf16 **rows,
-                        rz_attention_memory *scratch)
+/* Where the values of a KV head are in the round; keys were found last. Returns their scales; NULL: they have none. */
+static const float *find_values(const key_round *round, const head_part *head, int which, int scaled, const bf16 **rows,
+                                rz_attention_memory *scratch)
 {
+    float *scales = scratch->scales[which][1];
     if (round->shape->lines == 2)
-        find_rows(round->shape, round->cache, &head->part, round->run, round->first, round->count, 1, scratch,
-                  scratch->scales[which][1], rows);
+        scaled = find_rows(round->shape, round->cache, &head->part, round->run, round->first, round->count, 1, scratch, scales,
+                           rows);
     else
-        memcpy(scratch->scales[which][1], scratch->scales[which][0], sizeof scratch->scales[which][0]);
+        memcpy(scales, scratch->scales[which][0], sizeof scratch->scales[which][0]);
+    return scaled || round->count < KEYS ? scales : NULL;
 }
 
 /* A round of `count` KV heads, step by step: what one waits for, another does not. */
@@ -366,13 +413,15 @@ static void attend_round(const key_round *round, const head_part *heads, const i
                          rz_attention_memory *scratch, rz_upcoming *ahead)
 {
     const bf16 *rows[KEYS];
+    int scaled[MOST_TOGETHER];
+    float factors[MOST_TOGETHER];
     for (int i = 0; i < count; i++)
-        score_keys(round, &heads[which[i]], which[i], rows, scratch, ahead);
+        scaled[i] = score_keys(round, &heads[which[i]], which[i], rows, scratch, ahead);
     for (int i = 0; i < count; i++)
-        raise_scores(round, &heads[which[i]], scratch->scales[which[i]][0], scratch);
+        factors[i] = raise_scores(round, &heads[which[i]], scaled[i], scratch->scales[which[i]][0], scratch);
     for (int i = 0; i < count; i++) {
-        find_values(round, &heads[which[i]], which[i], rows, scratch);
-        soften(round, &heads[which[i]], scratch->scales[which[i]][1], scratch);
+        const float *scales = find_values(round, &heads[which[i]], which[i], scaled[i], rows, scratch);
+        soften(round, &heads[which[i]], factors[i], scales, scratch);
         add_values(round, &heads[which[i]], rows, scratch, ahead);
     }
 }

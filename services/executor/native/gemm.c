@@ -73,14 +73,22 @@ static const block_function BLOCKS[MOST_AT_ONCE + 1] = {
 };
 
 static void tile(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-                 const char *ahead, long step)
+                 const char *ahead, long step, rz_sums_end end)
 {
+    (void)end;
     int count = (rows + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
     for (int done = 0; count; count--) {
         int here = (rows - done + count - 1) / count;
         BLOCKS[here](x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, ahead, step);
         done += here;
     }
+}
+
+static void tiles(int rows, const operand *x, long ldx, const bf16 *panel, int panels, long step, long pairs, float *c,
+                  long ldc, int add)
+{
+    for (int i = 0; i < panels; i++)
+        tile(rows, x, ldx, panel + i * step, pairs, c + i * PANEL, ldc, add, (const char *)x, 0, (rz_sums_end){ 0 });
 }
 #endif
 
@@ -101,27 +109,32 @@ void rz_tile_operands(int rows, const operand *x, long ldx, const bf16 *panel, l
                       rz_ahead *ahead)
 {
     const long step = ahead ? ahead->step : 0;
-    tile(rows, x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step);
+    tile(rows, x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step, (rz_sums_end){ 0 });
     if (step)
         ahead->next += step * pairs;
 }
 
+void rz_tiles(int rows, const operand *x, long ldx, const bf16 *panel, int panels, long step, long pairs, float *c, long ldc,
+              int add)
+{
+    tiles(rows, x, ldx, panel, panels, step, pairs, c, ldc, add);
+}
+
 void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-             rz_ahead *ahead)
+             rz_ahead *ahead, rz_sums_end end)
 {
     enum { PAIRS_AT_ONCE = 64 /* whose inputs are widened at once: they stay in the first cache */ };
-    if (TURNS == 1) {
-        rz_tile_operands(rows, (const operand *)x, ldx, panel, pairs, c, ldc, add, ahead);
-        return;
-    }
     operand inputs[TILE_ROWS * 2 * PAIRS_AT_ONCE];
     const long step = ahead ? ahead->step : 0;
     const char *next = step ? ahead->next : (const char *)x;
-    for (long pair = 0; pair < pairs; pair += PAIRS_AT_ONCE) {
+    if (TURNS == 1)
+        tile(rows, (const operand *)x, ldx, panel, pairs, c, ldc, add, next, step, end);
+    for (long pair = 0; TURNS == 2 && pair < pairs; pair += PAIRS_AT_ONCE) {
         const long here = pairs - pair < PAIRS_AT_ONCE ? pairs - pair : PAIRS_AT_ONCE;
         for (int row = 0; row < rows; row++)
             widen(inputs + row * 2 * PAIRS_AT_ONCE, x + row * ldx + 2 * pair, 2 * here);
-        tile(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair, next + pair * step, step);
+        tile(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair, next + pair * step, step,
+             end);
     }
     if (step)
         ahead->next += step * pairs;

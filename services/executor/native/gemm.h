@@ -34,17 +34,28 @@ typedef struct {
     long step;        /* bytes per pair of inputs; 0: nothing */
 } rz_ahead;
 
+/* Where a tile's sums go when they are done with, so that the lines are there by then: `rows` rows of `bytes`. Only AMX asks
+ * for them: its tiles take no longer than lines need to come. */
+typedef struct {
+    const char *at;
+    long stride, bytes, rows; /* rows 0: nobody knows */
+} rz_sums_end;
+
 /* For `tiles` tiles over one panel; `panel`: the one that comes, or NULL. */
 rz_ahead rz_look_ahead(const bf16 *panel, long tiles);
 
 /* c[rows][PANEL], row stride `ldc`, from `rows` <= TILE_ROWS rows of `x`, row stride `ldx`, both in elements.
  * `pairs`: k / 2. Adds to what is in c where `add` is set. `ahead` moves on by one tile; or NULL. */
 void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-             rz_ahead *ahead);
+             rz_ahead *ahead, rz_sums_end end);
 
 /* The same of rows that are the level's operands. */
 void rz_tile_operands(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
                       rz_ahead *ahead);
+
+/* Any number of rows by `panels` panels, `step` values apart, whose sums lie side by side: c[rows][panels * PANEL]. */
+void rz_tiles(int rows, const operand *x, long ldx, const bf16 *panel, int panels, long step, long pairs, float *c, long ldc,
+              int add);
 
 /* Values as operands: float32 where the two of a pair are multiplied in turns, else what they are. */
 RZ_INLINE void widen(operand *to, const bf16 *x, long count)

@@ -136,6 +136,18 @@ static void end_rows(const segment *part, const float *sums, long row, long rows
     }
 }
 
+/* Where the sums of `rows` rows from `row` on go, where that is worth asking for: what is rounded to bf16 takes few lines,
+ * and other work. */
+static rz_sums_end end_of(const segment *part, long row, long rows, long column)
+{
+    const rz_product *job = part->job;
+    if ((job->end != STORE && job->end != ADD) || job->to)
+        return (rz_sums_end){ 0 };
+    const float *out = (const float *)job->out + row * part->outputs + part->before + column - part->origin;
+    const long width = (long)sizeof(float);
+    return (rz_sums_end){ (const char *)out, part->outputs * width, PANEL * width, rows };
+}
+
 RZ_INLINE long stride_of(const rz_product *job)
 {
     return job->stride ? job->stride : job->linear->inputs;
@@ -178,7 +190,8 @@ static void multiply_bf16(const segment *part, piece at, int thread)
     else
         for (long row = at.first, last = at.first + at.rows; tiles; tiles--) {
             const long here = whole_parts(last - row, tiles);
-            rz_tile((int)here, job->x + row * stride, stride, weights, pairs, to, PANEL, 0, &ahead);
+            rz_tile((int)here, job->x + row * stride, stride, weights, pairs, to, PANEL, 0, &ahead,
+                    end_of(part, row, here, at.panel * PANEL));
             row += here;
             if (together)
                 to += here * PANEL;

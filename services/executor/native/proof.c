@@ -86,7 +86,7 @@ static int proof_of_bf16(proof *of, int rows, int inputs, void *packed)
             const bf16 *from = (const bf16 *)packed + panel * pairs * 2 * PANEL;
             for (int i = 0; i < rows * PANEL; i++)
                 of->sums[i] = add ? -of->sums[i] : NAN;
-            rz_tile(rows, of->inputs, inputs, from, pairs, of->sums, PANEL, add, NULL);
+            rz_tile(rows, of->inputs, inputs, from, pairs, of->sums, PANEL, add, NULL, (rz_sums_end){ 0 });
             if (!proof_holds(of, rows, PROOF_OUTPUTS, panel * PANEL, PANEL, add ? 0.0f : 1.0f, 0))
                 return 0;
         }

@@ -43,6 +43,16 @@ RZ_INLINE void f32_store_operands(operand *to, f32 a)
         f32_store((float *)to, f32_as_bf16(a));
 }
 
+RZ_INLINE void f32_store_two_operands(operand *to, f32 a, f32 b)
+{
+    if (TURNS == 1) {
+        f32_store_two_bf16((bf16 *)to, a, b);
+        return;
+    }
+    f32_store_operands(to, a);
+    f32_store_operands(to + LANES, b);
+}
+
 /* 2^(x - floor(x)), in [1, 2]: of the polynomials of degree 5 that are 1 at 0, the one with the smallest relative error on
  * [0, 1]. */
 RZ_INLINE f32 exp2_of_fraction(f32 x)

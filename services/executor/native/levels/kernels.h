@@ -111,6 +111,7 @@
 #define rz_tap_rows RZ_OF_LEVEL(rz_tap_rows)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_tile_operands RZ_OF_LEVEL(rz_tile_operands)
+#define rz_tiles RZ_OF_LEVEL(rz_tiles)
 #define rz_turn_sums RZ_OF_LEVEL(rz_turn_sums)
 #define rz_unpack_codes RZ_OF_LEVEL(rz_unpack_codes)
 #define rz_unpack_columns RZ_OF_LEVEL(rz_unpack_columns)

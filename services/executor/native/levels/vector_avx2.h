@@ -79,6 +79,12 @@ RZ_INLINE f32 f32_fma(f32 a, f32 b, f32 c)
     return (f32){ _mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high) };
 }
 
+RZ_INLINE f32 f32_rounded(f32 a)
+{
+    __asm__("" : "+x"(a.low), "+x"(a.high));
+    return a;
+}
+
 RZ_INLINE f32 f32_masked(f32 a, int mask)
 {
     const __m256 bits = as_float(_mm256_set1_epi32(mask));

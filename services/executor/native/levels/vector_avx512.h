@@ -40,6 +40,12 @@ RZ_INLINE f32 f32_mul(f32 a, f32 b) { return _mm512_mul_ps(a, b); }
 RZ_INLINE f32 f32_div(f32 a, f32 b) { return _mm512_div_ps(a, b); }
 /* a * b + c, rounded once */
 RZ_INLINE f32 f32_fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
+/* What is added to it is added to a rounded number: compilers make one instruction of a product and a sum where they can. */
+RZ_INLINE f32 f32_rounded(f32 a)
+{
+    __asm__("" : "+v"(a));
+    return a;
+}
 /* Of a NaN and a number: b. */
 RZ_INLINE f32 f32_max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
 RZ_INLINE f32 f32_min(f32 a, f32 b) { return _mm512_min_ps(a, b); }

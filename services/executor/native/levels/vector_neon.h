@@ -71,6 +71,11 @@ RZ_INLINE f32 f32_add(f32 a, f32 b) { PARTS(f32, vaddq_f32(a.part[i], b.part[i])
 RZ_INLINE f32 f32_sub(f32 a, f32 b) { PARTS(f32, vsubq_f32(a.part[i], b.part[i])); }
 RZ_INLINE f32 f32_mul(f32 a, f32 b) { PARTS(f32, vmulq_f32(a.part[i], b.part[i])); }
 RZ_INLINE f32 f32_div(f32 a, f32 b) { PARTS(f32, vdivq_f32(a.part[i], b.part[i])); }
+RZ_INLINE f32 f32_rounded(f32 a)
+{
+    __asm__("" : "+w"(a.part[0]), "+w"(a.part[1]), "+w"(a.part[2]), "+w"(a.part[3]));
+    return a;
+}
 RZ_INLINE f32 f32_fma(f32 a, f32 b, f32 c) { PARTS(f32, vfmaq_f32(c.part[i], a.part[i], b.part[i])); }
 RZ_INLINE f32 f32_max(f32 a, f32 b) { PARTS(f32, vmaxnmq_f32(a.part[i], b.part[i])); }
 RZ_INLINE f32 f32_min(f32 a, f32 b) { PARTS(f32, vminnmq_f32(a.part[i], b.part[i])); }

@@ -206,6 +206,26 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert torch.equal(alone, chunk)
 
 
+def test_a_row_does_not_depend_on_whether_rows_before_it_see_all_of_a_round(tmp_path: Path) -> None:
+    """Scores of rows that all see its 64 keys are scaled later: rounded as others, and not with a sum."""
+    changes = {"num_attention_heads": 384, "num_key_value_heads": 8, "hidden_size": 384}
+    directory = make_model(tmp_path, "llama", head_dim=32, max_position_embeddings=2048, **changes)
+
+    def ends_of_rounds(last_chunk: int) -> Tensor:
+        """Logits of the last token of each of 20 rounds, in a chunk of so many."""
+        runner = runner_of(directory, native=True, num_blocks=330)
+        script = rings.Script([20 * 64 + 1], num_blocks=330)
+        found = []
+        for _ in range(20):
+            runner.forward(script.step({0: 64 - last_chunk}, sample=False)[0])
+            logits = runner.forward(script.step({0: last_chunk})[0])
+            assert isinstance(logits, Tensor)
+            found.append(logits)
+        return torch.cat(found)
+
+    assert torch.equal(ends_of_rounds(1), ends_of_rounds(2))
+
+
 @pytest.mark.parametrize(
     ("model_type", "codec", "weights"),
     [

@@ -173,17 +173,46 @@ static void check_tiles(long outputs, long inputs)
     for (int i = 0; i < TILE_ROWS * PANEL; i++)
         all[i] = 0.25f * (float)(i % 7);
     memcpy(some, all, sizeof all);
-    rz_tile(TILE_ROWS, x, inputs, packed, pairs, all, PANEL, 1, NULL);
+    rz_tile(TILE_ROWS, x, inputs, packed, pairs, all, PANEL, 1, NULL, (rz_sums_end){ 0 });
     show_floats("tile", all, 12 * PANEL);
     for (int rows = 1; rows < TILE_ROWS; rows++) {
         float *c = room(sizeof some);
         memcpy(c, some, sizeof some);
         rz_ahead ahead = rz_look_ahead(packed, 2);
-        rz_tile(rows, x, inputs, packed, pairs, c, PANEL, 1, &ahead);
+        const rz_sums_end end = { (const char *)c, sizeof some / TILE_ROWS, sizeof some / TILE_ROWS, rows };
+        rz_tile(rows, x, inputs, packed, pairs, c, PANEL, 1, &ahead, end);
         must(!memcmp(c, all, (size_t)(rows * PANEL) * sizeof *c), "a row, of the rows of its tile");
         must(!memcmp(c + rows * PANEL, some + rows * PANEL, (size_t)(TILE_ROWS - rows) * PANEL * sizeof *c), "other rows");
         free(c);
     }
+}
+
+/* Any number of rows by several panels, against one tile after the other. */
+static void check_panels(long inputs)
+{
+    enum { ROWS_TRIED = 75, PANELS = 3, WIDTH = PANELS * PANEL };
+    const long pairs = (inputs + 1) / 2, step = pairs * 2 * PANEL;
+    bf16 *packed = room((size_t)(PANELS * step) * 2);
+    operand *x = room((size_t)(ROWS_TRIED * 2 * pairs) * sizeof *x);
+    float *all = room(ROWS_TRIED * WIDTH * sizeof *all), *one = room(ROWS_TRIED * WIDTH * sizeof *one);
+    for (long i = 0; i < PANELS * step; i++)
+        packed[i] = to_bf16_of(draw_float());
+    for (long i = 0; i < ROWS_TRIED * 2 * pairs; i++) {
+        const bf16 value = to_bf16_of(draw_float());
+        widen(x + i, &value, 1);
+    }
+    for (int i = 0; i < ROWS_TRIED * WIDTH; i++)
+        all[i] = one[i] = 0.25f * (float)(i % 5);
+    for (int add = 1; add >= 0; add--)
+        for (int rows = ROWS_TRIED; rows > 0; rows -= 9) {
+            rz_tiles(rows, x, 2 * pairs, packed, PANELS, step, pairs, all, WIDTH, add);
+            for (int panel = 0; panel < PANELS; panel++)
+                for (int row = 0; row < rows; row++)
+                    rz_tile_operands(1, x + row * 2 * pairs, 2 * pairs, packed + panel * step, pairs,
+                                     one + row * WIDTH + panel * PANEL, WIDTH, add, NULL);
+            must(!memcmp(all, one, ROWS_TRIED * WIDTH * sizeof *all), "rows by several panels");
+        }
+    rz_end_products();
 }
 
 enum { QUANTIZED_OUTPUTS = 40, QUANTIZED_COLUMNS = 256, QUANTIZED_ROWS = 35 };
@@ -731,5 +760,7 @@ int main(int arguments, char **words)
     check_coded_attention(128, 32, 100);
     check_coded_attention(96, 8, 100);
     check_coded_attention(32, 24, 0);
+    check_panels(64);
+    check_panels(70);
     return 0;
 }
