@@ -117,7 +117,7 @@ def decode_plan(sequences: int, context: int) -> StepPlan:
 
 def write_blocks(runner: "ModelRunner", first_quantized: int, count: int) -> None:
     """Computes the first `count` quantized blocks, so that steps which read them read memory."""
-    at_once = 256  # blocks of a prompt: within every model's context
+    at_once = 64  # blocks of a prompt, which fits any model
     for begin in range(0, count, at_once):
         written = np.arange(min(at_once, count - begin))
         runner.forward(prompt_plan(len(written) * BLOCK, written, first_quantized + begin + written))
