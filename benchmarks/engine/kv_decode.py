@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from msgspec import structs
 
-from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
+from benchmarks.engine.steps import BLOCK, decode_plan, fill_quantized, load_one_rank
 from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, median, run, show, timed
 from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.sparse_attention import SparsePattern
@@ -64,12 +64,7 @@ class Long:
         self._blocks = -(-longest // BLOCK)
         self._sparse = to_bytes(list(SparsePattern.of(sparse)))
         self.runner, self.store = load_one_rank(directory, "bf16", threads, self._blocks, "int8", summaries=True)
-        for quantized in self.store.quantized_layers():
-            if quantized.scales is None:
-                quantized.codes.normal_()  # summaries
-            else:
-                quantized.codes.random_(-127, 128)
-                quantized.scales.fill_(0.01)
+        fill_quantized(self.store)
 
     @property
     def weights(self) -> int:

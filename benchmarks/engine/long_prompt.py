@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from benchmarks.engine.in_process import InProcess, set_threads, steps_of, take_step
-from benchmarks.engine.steps import BLOCK, Row, load_one_rank, step_plan, write_blocks
+from benchmarks.engine.steps import BLOCK, Row, fill_quantized, load_one_rank, step_plan
 from benchmarks.harness import CORES, ModelDirectory, Sheet, Threads, in_turns, run, show
 from benchmarks.serve.workloads import Workload
 from services.executor.core.settings import longest_stretch
@@ -90,7 +90,7 @@ def added(model: Path, streams: int, depths: list[int], threads: int) -> Sheet:
     """CPU milliseconds of steps in turns, by depth and prompt tokens."""
     most = -(-(max(depths) + max(COUNTS)) // BLOCK) + streams * (STREAM_TOKENS // BLOCK + 1)
     runner, store = load_one_rank(model, "bf16", threads, most + BLOCK, "int8")
-    write_blocks(runner, store.num_writable, most + BLOCK)
+    fill_quantized(store)
 
     def spent(depth: int, count: int) -> float:
         before = time.process_time()

@@ -115,12 +115,14 @@ def decode_plan(sequences: int, context: int) -> StepPlan:
     return step_plan(rows, num_decodes=sequences, state_slots=to_bytes(np.arange(1, 1 + sequences)))
 
 
-def write_blocks(runner: "ModelRunner", first_quantized: int, count: int) -> None:
-    """Computes the first `count` quantized blocks, so that steps which read them read memory."""
-    at_once = 64  # blocks of a prompt, which fits any model
-    for begin in range(0, count, at_once):
-        written = np.arange(min(at_once, count - begin))
-        runner.forward(prompt_plan(len(written) * BLOCK, written, first_quantized + begin + written))
+def fill_quantized(store: "KvStore") -> None:
+    """Random content in all quantized blocks, of an int8 store."""
+    for quantized in store.quantized_layers():
+        if quantized.scales is None:
+            quantized.codes.normal_()  # summaries
+        else:
+            quantized.codes.random_(-127, 128)
+            quantized.scales.fill_(0.01)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Decode:
         before = []
         for sequence in range(self.sequences):
             written = np.append(staged if num_quantized else kept[sequence], sequence)
-            prompt = prompt_plan(self.context - 1, written, kept[sequence])
+            prompt = _prompt(self.context - 1, written, kept[sequence])
             before.append(structs.replace(prompt, state_slots=to_bytes([1 + sequence])))
         rows = [Row(self.context, 1, np.append(kept[at], at)) for at in range(self.sequences)]
         slots = to_bytes(np.arange(1, 1 + self.sequences))
@@ -166,12 +168,12 @@ class Prefill:
         total = self.cached + self.tokens
         written = np.arange(-(-total // BLOCK))
         kept = written + num_writable if num_quantized else written
-        before = [prompt_plan(self.cached, written, kept)] if self.cached else []
-        plan = prompt_plan(total, written, kept, self.cached)
+        before = [_prompt(self.cached, written, kept)] if self.cached else []
+        plan = _prompt(total, written, kept, self.cached)
         return Steps(before, structs.replace(plan, sample_rows=to_bytes([self.tokens - 1])))
 
 
-def prompt_plan(tokens: int, written: Ints, kept: Ints, cached: int = 0) -> StepPlan:
+def _prompt(tokens: int, written: Ints, kept: Ints, cached: int = 0) -> StepPlan:
     """The first `tokens` tokens of a sequence but for the `cached` ones. It is `written` to these blocks, of which the
     full ones are `kept` in those; nothing is sampled."""
     full, last = tokens // BLOCK, (tokens - 1) // BLOCK

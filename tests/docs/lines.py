@@ -12,8 +12,8 @@ from tests.docs.pages import ROOT
 # By the folders that are counted together.
 CEILINGS = {
     ("services", "shared"): 139_667,  # +7: versions that are no neighbours; to come: 112,000
-    ("benchmarks",): 14_159,  # +9: blocks that are read are written before; to come: 13,000
-    ("tests",): 150_398,  # +20: a row whose neighbours see less of a round; to come: 120,000
+    ("benchmarks",): 14_156,  # +6: blocks that are read are written before; to come: 13,000
+    ("tests",): 150_416,  # +38: a row whose neighbours see less of a round; a file for a step's tail; to come: 120,000
 }
 
 

@@ -280,7 +280,8 @@ int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, cons
     rz_turn_sums(shape, memory, begin, end, 1);
     /* Few queries take little time between their products: loads would wait for what is asked for there at once. */
     const int few = end - begin <= (rz_has_digit_tiles() ? NUMBERS_AT_ONCE : FEWEST_FOR_DIGIT_TILES - 1);
-    const int coming_lines = cache->in_groups && !few ? (int)whole_parts(shape->key_dim, end - begin) : 0; /* KEYS are one */
+    /* Keys and values of a round are 2 * key_dim lines, which are asked for twice for each query. */
+    const int coming_lines = cache->in_groups && !few ? (int)whole_parts(shape->key_dim, end - begin) : 0;
     some_queries last = { 0, 0, 0 }, these = queries_from(begin, end, 0);
     asked_products asked = { .ahead = cache->in_groups && few ? ahead : NULL };
     ask_for_keys(shape, &groups, memory, &these, &asked);

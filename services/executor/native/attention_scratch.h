@@ -9,7 +9,7 @@
 
 enum {
     FEW_QUERIES = 4, /* that are not worth packing keys and values for */
-    AT_ONCE_REDUCED = 4, /* vectors, to their largest values or sums */
+    AT_ONCE_REDUCED = 4, /* vectors that are reduced to their largest values or sums together */
 };
 
 /* Rows are as wide as the model's keys and values are, and follow each other: further apart, they would take the same

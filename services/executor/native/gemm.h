@@ -20,10 +20,8 @@ enum {
     PANEL = 32,     /* outputs of a panel */
 #if defined(__AMX_BF16__)
     TILE_ROWS = 32, /* rows of x of a tile, at most */
-    ROWS_ALIKE = 16, /* that take as long as fewer */
 #else
     TILE_ROWS = 12,
-    ROWS_ALIKE = 1,
 #endif
 };
 

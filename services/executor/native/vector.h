@@ -34,23 +34,15 @@ RZ_INLINE float bf16_to_float(bf16 value)
     return both.value;
 }
 
-/* 16 values rounded to bf16, as gemm.c multiplies them: bf16, or float32 where the two of a pair take turns. */
-RZ_INLINE void f32_store_operands(operand *to, f32 a)
-{
-    if (TURNS == 1)
-        f32_store_bf16((bf16 *)to, a);
-    else
-        f32_store((float *)to, f32_as_bf16(a));
-}
-
+/* Values of two vectors rounded to bf16, as gemm.c multiplies them: bf16, or float32 where the two of a pair take turns. */
 RZ_INLINE void f32_store_two_operands(operand *to, f32 a, f32 b)
 {
     if (TURNS == 1) {
         f32_store_two_bf16((bf16 *)to, a, b);
         return;
     }
-    f32_store_operands(to, a);
-    f32_store_operands(to + LANES, b);
+    f32_store((float *)to, f32_as_bf16(a));
+    f32_store((float *)to + LANES, f32_as_bf16(b));
 }
 
 /* 2^(x - floor(x)), in [1, 2]: of the polynomials of degree 5 that are 1 at 0, the one with the smallest relative error on

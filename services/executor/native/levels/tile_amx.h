@@ -51,8 +51,8 @@ RZ_INLINE void ask_for_end(asking *for_tile)
 }
 
 /* Adds the products of 16 pairs of inputs to the sums. `more`: whether there are more rows than those of one tile. All
- * tiles are loaded before they are multiplied: where another thread of the core uses tiles too, that is 1.2 times as
- * fast. */
+ * tiles are loaded before they are multiplied: loads between products hold these up where another thread of the core uses
+ * tiles too. */
 RZ_INLINE void add_pairs(const int more, const bf16 *x, long ldx, const bf16 *panel, asking *for_tile)
 {
     tile_load(6, panel, 2 * PANEL * sizeof(bf16));
