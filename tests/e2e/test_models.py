@@ -20,13 +20,17 @@ models:
 """
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("models")
+def with_file(directory: Path) -> Stack:
+    """A stack that is to be started with the models of `FILE`."""
     for number, name in enumerate(("sql", "late")):
         make_adapter(directory / name, number)
     (directory / "models.yaml").write_text(FILE.replace("HERE", str(directory)))
-    with Stack(directory / "data", "--engine", "stub", "--models-file", str(directory / "models.yaml")) as running:
+    return Stack(directory / "data", "--engine", "stub", "--models-file", str(directory / "models.yaml"))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with with_file(tmp_path_factory.mktemp("models")) as running:
         yield running
 
 
@@ -103,11 +107,11 @@ def test_a_request_has_its_model_loaded_and_waits(stack: Stack) -> None:
     assert "fresh" not in states(stack)
 
 
-def test_the_next_start_keeps_what_was_added_and_no_more(stack: Stack) -> None:
-    """Runs after the other, and ends its stack."""
-    stack.__exit__()
-    stack._arguments = [*stack._arguments[: stack._arguments.index("--models-file")]]
-    with stack:
+def test_the_next_start_keeps_what_was_added_and_no_more(tmp_path: Path) -> None:
+    with with_file(tmp_path) as first:
+        models(first, "add", "mine", "--source", "org/mine")
+        assert states(first) == {"declared": "loaded", "idle": "unloaded", "mine": "unloaded", "stub": "loaded"}
+    with Stack(tmp_path / "data", "--engine", "stub") as stack:
         assert states(stack) == {"mine": "unloaded", "stub": "loaded"}
         with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
             listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
