@@ -129,6 +129,11 @@ class GrammarState:
         else:
             self.complete = self.matcher.is_stopped()
 
+    def may_end(self) -> bool:
+        """Whether the text matches as it is; also where it is followed no further."""
+        self._settle()
+        return self.matcher.is_error() or self.matcher.is_accepting()
+
     def allowed(self) -> Mask:
         """bool [vocabulary]: which tokens may follow. Waits for the mask if it is under way, computes it if it
         is not. Raises `InvalidGrammar` when the grammar leads nowhere."""

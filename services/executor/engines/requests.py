@@ -28,7 +28,14 @@ from services.executor.scheduler.features.catalog import FEATURES
 from services.executor.scheduler.sequence import Urgency, finish_reason, makes_way, urgency_of
 from services.executor.structured_output import GrammarState
 from shared.engine_features import OF_RINGS, refusal_of
-from shared.errors import DeadlineExceeded, InternalError, NoGroupAvailable, RyzansteinError, error_from_code
+from shared.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidGrammar,
+    NoGroupAvailable,
+    RyzansteinError,
+    error_from_code,
+)
 from shared.messages import EngineTraits, FinishReason, GenerationRequest, GroupLoad, Refusal, TokenEntry
 
 
@@ -68,6 +75,7 @@ class TrackedRequest:
     first_token_at: float = 0.0
     announced: bool = False  # whether its consumer was told what was found in the cache
     awaits: set[str] = field(default_factory=set)  # "grammar" while that is compiled, "adapter" while that is fetched
+    grammar: GrammarState | None = None  # behind the output
 
     @property
     def urgency(self) -> Urgency:
@@ -173,6 +181,7 @@ class EngineRequests:
         elif grammar.complete:  # an earlier attempt was lost before it said so
             self._end(tracked, tracked.entry([], "stop"))
         else:
+            tracked.grammar = grammar
             tracked.awaits.discard("grammar")
 
     def adapter_ready(self, digest: str, directory: str) -> None:
@@ -343,8 +352,11 @@ class EngineRequests:
             self._observe(BoardKind.PREFILL, self._now - tracked.submitted_at)
             self._prompt_tokens += len(tracked.request.prompt) + len(tracked.output) - delta.cached_tokens
         tracked.output += tokens
-        if delta.finish == "error":
-            error = error_from_code(delta.code or InternalError.code, delta.error)
+        error = error_from_code(delta.code or InternalError.code, delta.error) if delta.finish == "error" else None
+        if tracked.grammar is not None and self._breaks_off(tracked, tracked.grammar, tokens, finish):
+            reason = f"{self._facts.name} ended the answer in the middle of its format; its log may say why."
+            error = error or InvalidGrammar(reason)
+        if error is not None:
             self._end(tracked, tracked.error_entry(error, tokens))
             return
         if not (tokens or finish or delta.prompt_scores):
@@ -385,6 +397,19 @@ class EngineRequests:
             # Ended by a token of the model's that the request does not name: it is not part of the answer.
             return delta.tokens[: -1 if delta.tokens[-1] in self._end_tokens else None], "stop"
         return delta.tokens, "" if delta.finish == "error" else delta.finish
+
+    def _breaks_off(
+        self, tracked: TrackedRequest, grammar: GrammarState, tokens: list[int], finish: FinishReason
+    ) -> bool:
+        """Follows the newest `tokens`: whether the model has ended a text there that does not match. So it ends where
+        nothing can follow, at a server that has no other way to tell."""
+        last = tokens[-1] if tokens else None
+        ended = last in self._end_tokens
+        if text := tokens[:-1] if ended else tokens:
+            grammar.advance(*text)
+        stops = tracked.request.stop_token_ids
+        hidden = last not in stops and set(stops) <= set(self._end_tokens)  # the end that servers leave out
+        return finish == "stop" and (ended or hidden) and not grammar.may_end()
 
     def _entry(
         self, tracked: TrackedRequest, delta: EngineDelta, tokens: list[int], finish: FinishReason

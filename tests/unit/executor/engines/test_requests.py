@@ -1,5 +1,6 @@
 """What a group whose engine schedules for itself has taken on: endings, refusals, suspects, deadlines, its load."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from services.executor.engines.base import EngineDelta, EngineFacts, EngineRequest, EngineStep
 from services.executor.engines.requests import EngineRequests, spec_of
+from services.executor.structured_output import GrammarCompiler
 from shared.engine_features import FEATURES, OF_RINGS, asks_for
 from shared.errors import RingLost, StorageFull
 from shared.messages import (
@@ -19,6 +21,7 @@ from shared.messages import (
     TokenEntry,
     TokenLogprobs,
 )
+from tests.unit.executor.structured_output.guided_ring import byte_compiler
 
 VOCABULARY = 24
 CONTEXT = 30
@@ -53,7 +56,15 @@ def made(**facts: Any) -> EngineRequests:
 
 
 def grammar_state(*, complete: bool) -> Any:
-    return SimpleNamespace(complete=complete)
+    """Of a grammar that any text matches."""
+    return SimpleNamespace(complete=complete, advance=lambda *tokens: None, may_end=lambda: True)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = byte_compiler()
+    yield made
+    made.close()
 
 
 def begun(*asked: GenerationRequest, **facts: Any) -> tuple[EngineRequests, list[EngineRequest]]:
@@ -95,6 +106,34 @@ def test_the_token_that_ends_a_grammars_text_is_no_part_of_it(last: int, tokens:
     assert one.stop_token_ids == [END, 9]
     (entry,) = told(requests, EngineDelta(one.id, [5, last], "stop"))
     assert (entry.tokens, entry.finish) == (tokens, "stop")
+
+
+BREAKS_OFF = "an engine 1 ended the answer in the middle of its format; its log may say why."
+# The last delta, whether the request names the model's end among its stop tokens, and whether the answer is whole.
+ENDINGS = {
+    "whole": (b"ab\x01", True, True),
+    "in its middle": (b"a\x01", True, False),
+    "whole, the end left out": (b"ab", True, True),
+    "in its middle, the end left out": (b"a", True, False),
+    "at a stop token of the request's": (b"a\t", False, True),
+    "with what cannot be followed": (b"ax\x01", True, True),
+}
+
+
+@pytest.mark.parametrize(("last", "by_the_model", "matches"), ENDINGS.values(), ids=ENDINGS)
+def test_an_answer_that_ends_in_the_middle_of_its_grammar_has_failed(
+    compiler: GrammarCompiler, last: bytes, by_the_model: bool, matches: bool
+) -> None:
+    request = ask(grammar=Grammar("regex", "a{2,9}b"), stop_token_ids=[END] if by_the_model else [END, 9])
+    requests, _ = begun(request, vocab_size=256)
+    requests.release(request, compiler.start(request))
+    (one,) = requests.take_submissions(1.0)
+    assert [entry.finish for entry in told(requests, EngineDelta(one.id, [*b"a"]))] == [""]
+    (entry,) = told(requests, EngineDelta(one.id, [*last], "stop"))
+    assert (entry.finish, entry.error_code, entry.error) == (
+        ("stop", "", "") if matches else ("error", "invalid_grammar", BREAKS_OFF)
+    )
+    assert not requests.has_work
 
 
 def test_an_engines_error_ends_the_request_that_it_names() -> None:
