@@ -36,8 +36,6 @@ REFUSED = {
     "--generation-config": "gateways apply the model's generation_config.json",
     "--override-generation-config": "gateways apply the model's generation_config.json",
 }
-# What is meant for our own rings where nobody has set it: vLLM computes 256 to 1024 sequences at a time by itself.
-_OF_RINGS = ExecutorSettings.model_fields["max_sequences"].default
 _LORA_RANKS = (8, 16, 32, 64, 128, 256)
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -67,7 +65,8 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
         own += ["--max-model-len", str(settings.context_length)]
     if settings.dtype != "auto":
         own += ["--dtype", _DTYPES.get(settings.dtype, settings.dtype)]
-    if settings.max_sequences != _OF_RINGS and "--max-num-seqs" not in names:
+    # The default is our own rings': vLLM computes 256 to 1024 sequences at a time by itself.
+    if "max_sequences" in settings.model_fields_set and "--max-num-seqs" not in names:
         own += ["--max-num-seqs", str(settings.max_sequences)]
     if "--enable-lora" in names and "--max-lora-rank" not in names:
         own += ["--max-lora-rank", str(_lora_rank(settings.max_adapter_rank))]

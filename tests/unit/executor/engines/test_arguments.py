@@ -47,9 +47,11 @@ def test_vllm_is_told_of_the_model_and_of_our_processor(tmp_path: Path) -> None:
     assert not {"--max-model-len", "--dtype", "--max-num-seqs"} & {*found}, "vLLM's own defaults"
 
 
-def test_settings_that_vllm_has_too_are_passed_on(tmp_path: Path) -> None:
-    found = arguments(tmp_path, dtype="bf16", context_length=100, max_sequences=7)
-    assert [value(found, name) for name in ("--dtype", "--max-model-len", "--max-num-seqs")] == ["bfloat16", "100", "7"]
+@pytest.mark.parametrize("sequences", [7, 64])  # 64: as many as a ring has where nobody says how many
+def test_settings_that_vllm_has_too_are_passed_on(tmp_path: Path, sequences: int) -> None:
+    found = arguments(tmp_path, dtype="bf16", context_length=100, max_sequences=sequences)
+    told = [value(found, name) for name in ("--dtype", "--max-model-len", "--max-num-seqs")]
+    assert told == ["bfloat16", "100", str(sequences)]
 
 
 @pytest.mark.parametrize(
