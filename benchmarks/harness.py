@@ -31,7 +31,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 PIPED_WIDTH = 200  # columns where there is no terminal to fit a table to: no cell is folded
 _PACKAGES = ("ryzanstein", "uvloop", "httptools", "torch", "transformers")
 
-T, K = TypeVar("T"), TypeVar("K")
+T = TypeVar("T")
+K = TypeVar("K")
 
 # --- options that commands share -----------------------------------------------------------------
 

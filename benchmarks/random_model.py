@@ -209,7 +209,7 @@ def _cut(source: memoryview, start: int, count: int) -> Iterator[memoryview]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def main(

@@ -95,9 +95,9 @@ class BenchRing:
     def steps(self, plan: StepPlan, count: int) -> tuple[list[float], list[Share]]:
         """(seconds of each step, what each rank spent during them)."""
         self._run(plan, WARM_UP)
-        before = list(self._times)
+        before = self._times[:]
         seconds = self._run(plan, count)
-        used = [new - old for new, old in zip(list(self._times), before, strict=True)]
+        used = [new - old for new, old in zip(self._times[:], before, strict=True)]
         ranks = [used[_FIGURES * rank : _FIGURES * (rank + 1)] for rank in range(self._world)]
         return seconds, [Share(busy / sum(seconds), waited / sum(seconds)) for busy, waited in ranks]
 

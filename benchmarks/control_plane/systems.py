@@ -118,7 +118,8 @@ class Ours:
     def processes(self) -> Mapping[str, list[int]]:
         found: dict[str, list[int]] = {"nats": [self._stack.nats_pid or 0]}
         for child in self._stack.children:
-            family = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
+            root = psutil.Process(child.pid)
+            family = [each.pid for each in (root, *root.children(recursive=True))]
             found.setdefault(child.service, []).extend(family)
         return found
 

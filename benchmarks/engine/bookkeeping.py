@@ -53,7 +53,7 @@ def run_case(case: Case, spec: EngineSpec, seed: int = 0) -> list[StepTimes]:
     batcher = Scheduler(spec, BatchSettings(session_ttl=900.0), "benchmark")
     waiting, times = _requests(case, seed), list[StepTimes]()
     answers = [SampledToken(7 + n % 11) for n in range(case.clients)]
-    ended = case.clients
+    ended, sent = case.clients, 0.0
 
     def execute(plan: StepPlan, rows: Sequence[object]) -> list[SampledToken]:
         """Of an engine that answers at once; a ring of more than one rank sends the plan."""
@@ -63,7 +63,6 @@ def run_case(case: Case, spec: EngineSpec, seed: int = 0) -> list[StepTimes]:
         sent = time.perf_counter() - began
         return answers[: len(rows)]
 
-    sent = 0.0
     while True:
         for request in islice(waiting, ended):
             batcher.add(request)

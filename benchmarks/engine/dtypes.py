@@ -146,8 +146,10 @@ def generate(engine: Any, adapter: Path | None, drafts: int) -> None:
     prompt = step_plan([Row(PROMPT, PROMPT, range(PROMPT // BLOCK))], **which)
     engine.execute(structs.replace(prompt, adapter_loads=[(0, str(adapter))] if adapter else []), [greedy])
     one = step_plan([Row(PROMPT + 1, 1, range(-(-end // BLOCK)))], of_draft=True)
-    ahead = DraftPlan(structs.replace(one, context_lens=to_bytes([end])), drafts, to_bytes(range(PROMPT + 1, end - 1)))
-    step = step_plan([Row(end, width, range(-(-end // BLOCK)))], **which, sample_rows=to_bytes(range(width)))
+    ahead = DraftPlan(
+        structs.replace(one, context_lens=to_bytes([end])), drafts, to_bytes([*range(PROMPT + 1, end - 1)])
+    )
+    step = step_plan([Row(end, width, range(-(-end // BLOCK)))], **which, sample_rows=to_bytes([*range(width)]))
     for _ in range(DECODES):
         if drafts:
             engine.draft(ahead, [greedy])

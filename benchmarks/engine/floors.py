@@ -13,7 +13,7 @@ weights by llama.cpp, where it serves the architecture (`llama_cpp.py`).
 import ctypes
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -48,7 +48,7 @@ def write_random(directory: Path, settings: dict[str, Any]) -> None:
     config.architectures = [type(model).__name__]
     config.save_pretrained(str(directory))
     pool = torch.empty(NUMBERS, dtype=torch.bfloat16).normal_(0, DEVIATION)
-    files = {}
+    files: dict[str, Any] = {}
     kept = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
     for number, (name, parameter) in enumerate([*model.named_parameters(), *buffers]):
@@ -165,7 +165,7 @@ def _shares(layer: Any, tokens: int) -> Iterator[tuple[Any, float, float]]:
             yield linear, 1.0, 1.0
 
 
-def least(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+def least(work: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
     """Of what each returns, in turns."""
     return {name: min(taken) for name, taken in in_turns(work, rounds).items()}
 

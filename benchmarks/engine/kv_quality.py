@@ -120,7 +120,7 @@ class Feed:
             compressions=to_bytes(pairs),
         )
         logits = self._runner.forward(plan)
-        assert logits is not None
+        assert isinstance(logits, Tensor)
         self._done = end
         return logits.view(rows, end - begin, -1)
 

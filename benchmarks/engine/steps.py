@@ -144,8 +144,8 @@ class Decode:
         """For a ring of so many blocks; without quantized ones nothing is compressed."""
         full = (self.context - 1) // BLOCK
         staged = self.sequences + np.arange(full)
-        kept = (num_writable if num_quantized else self.sequences) + np.arange(self.sequences * full)
-        kept = kept.reshape(self.sequences, full)
+        first = num_writable if num_quantized else self.sequences
+        kept = (first + np.arange(self.sequences * full)).reshape(self.sequences, full)
         before = []
         for sequence in range(self.sequences):
             written = np.append(staged if num_quantized else kept[sequence], sequence)

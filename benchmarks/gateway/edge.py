@@ -141,7 +141,12 @@ async def serve(port: int, grpc_port: int) -> None:
     """Prints a line once both APIs are served; runs until it is killed."""
     configure_logging("gateway", "edge", level="warning", fmt="json")
     parts = edge_parts()
-    options = {"http": "httptools", "timeout_keep_alive": 75, "server_header": False, "proxy_headers": False}
+    options: dict[str, Any] = {
+        "http": "httptools",
+        "timeout_keep_alive": 75,
+        "server_header": False,
+        "proxy_headers": False,
+    }
     await HttpServer(parts.app, bind(HOST, port), **options).start()
     await make_server(parts.backend, parts.settings, parts.health, parts.metrics, grpc_port).start()
     freeze_gc_after_startup()

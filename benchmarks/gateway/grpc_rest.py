@@ -111,8 +111,8 @@ class _RawGrpc:
         settings = struct.pack(">HL", 4, 1 << 30)  # initial window
         window = ((1 << 31) - 1 - 65_535).to_bytes(4, "big")
         writer.write(PREFACE + _frame(4, 0, 0, settings) + _frame(8, 0, 0, window))
-        pairs = ((":method", "POST"), (":scheme", "http"), (":path", CHAT), (":authority", address))
-        pairs += (("content-type", "application/grpc"), ("te", "trailers"))
+        pairs = [(":method", "POST"), (":scheme", "http"), (":path", CHAT), (":authority", address)]
+        pairs += [("content-type", "application/grpc"), ("te", "trailers")]
         self._headers = b"".join(literal(name.encode(), value.encode()) for name, value in pairs)
         self._reading = asyncio.create_task(self._read(reader))
 

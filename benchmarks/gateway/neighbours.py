@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -117,7 +117,7 @@ def headers(key: str) -> bytes:
     return frame(frames.HEADERS, 1, block, frames.END_HEADERS)
 
 
-def chat(content: object, **fields: object) -> dict[str, object]:
+def chat(content: object, **fields: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **fields}
 
 
@@ -196,7 +196,7 @@ class Measurement:
 
     def _ask(self, until: float) -> list[float]:
         """Milliseconds to the first token, of one request after another. Raises `BenchError` where one is refused."""
-        waits = []
+        waits: list[float] = []
         headers = {"authorization": f"Bearer {self._victim}", "content-type": "application/json"}
         while time.monotonic() < until:
             body = msgspec.json.encode(chat(f"Hello {len(waits)}", stream=True))

@@ -26,6 +26,7 @@ class Member:
     def __init__(self, rank: int, world_size: int):
         self.rank = rank
         self.world_size = world_size
+        self.busy_seconds = 0.0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         raise NotImplementedError

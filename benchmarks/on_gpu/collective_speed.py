@@ -76,7 +76,7 @@ def _member(rank: int, ranks: int, sizes: tuple[int, ...], on_gpu: bool, directo
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
-    store = dist.FileStore(str(directory / "store"), ranks)
+    store = dist.FileStore(str(directory / "store"), ranks)  # type: ignore[attr-defined]
     plain = TorchDistributed.join(backend, store, rank, ranks, device)
 
     def tell(row: Row) -> None:
@@ -120,7 +120,7 @@ def _symmetric(
     for way in ways:
         for size in sizes:
             if size <= BUFFER_BYTES:
-                took = _checked_time(lambda tensor, way=way: sums.run(way, tensor), size, device, plain)
+                took = _checked_time(partial(sums.run, way), size, device, plain)
                 chosen = choose_way(size, torch.bfloat16, ranks, sums.multicast) is way
                 tell(_row(ranks, way.value, size, took, chosen, note))
 

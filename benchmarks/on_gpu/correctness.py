@@ -159,7 +159,12 @@ def _bf16(bench: Bench) -> None:
     true = model.float()(input_ids=batch).logits[0]  # of the same weights: what differs is how it is computed
     del model
     memory = int(4 * tokens * shape.kv_bytes("bf16")) + (1 << 20)
-    options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "context_length": 2 * tokens}
+    options: dict[str, Any] = {
+        "kv_dtype": "bf16",
+        "kv_memory": memory,
+        "max_sequences": 1,
+        "context_length": 2 * tokens,
+    }
     with served(config, bench.device, **options) as ring:
         plan = prefill_plan(tokens, 0, ring.spec.num_blocks, ring.spec.num_quantized, last=True)
         plan = structs.replace(plan, token_ids=to_bytes(ids), sample_rows=to_bytes(np.arange(tokens)))

@@ -132,8 +132,8 @@ class Problem:
     @property
     def scores(self) -> attention_launch.ScoreOptions:
         case = self.case
-        flat = [None if part is None else part.reshape(-1) for part in (self.sinks, self.slopes)]
-        return attention_launch.ScoreOptions(case.width**-0.5, case.softcap, case.window, *flat, case.first)
+        sinks, slopes = (None if part is None else part.reshape(-1) for part in (self.sinks, self.slopes))
+        return attention_launch.ScoreOptions(case.width**-0.5, case.softcap, case.window, sinks, slopes, case.first)
 
     def attended(self) -> Tensor:
         """What the kernels say: [T, kv heads, group, d]."""

@@ -50,7 +50,7 @@ def prompt_steps(bench: Bench) -> None:
     """Of chunks of a prompt, from graphs and kernel by kernel."""
     shape = TINY if bench.tiny else LLAMA_8B
     chunks = (16,) if bench.tiny else (64, 256, 512)
-    known = {
+    known: dict[str, Any] = {
         "kv_dtype": "int8",
         "kv_memory": 1 << 20 if bench.tiny else 4 << 30,
         "max_sequences": 2,
@@ -75,7 +75,7 @@ def _seconds(ring: Served, plan: StepPlan) -> float:
 def _ring(bench: Bench, shape: Shape, batch: int, settings: dict[str, Any]) -> Any:
     prompt, new = _lengths(bench)
     memory = int(4 * batch * (prompt + new) * shape.kv_bytes("bf16"))
-    known = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": batch}
+    known: dict[str, Any] = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": batch}
     return served(shape, bench.device, context_length=4 * (prompt + new), **known, **settings)
 
 
@@ -127,7 +127,7 @@ def _alone_and_beside(bench: Bench, name: str, invariant: bool) -> tuple[float, 
     shape = TINY if bench.tiny else LLAMA_8B
     prompt, new, count = (6, 3, 2) if bench.tiny else (2048, 64, 8)
     memory = max(int(4 * count * (prompt + new) * shape.kv_bytes("bf16")), 1 << 20)
-    known = {"kv_dtype": "int8", "kv_memory": memory, "max_sequences": count, "lookahead": "off"}
+    known: dict[str, Any] = {"kv_dtype": "int8", "kv_memory": memory, "max_sequences": count, "lookahead": "off"}
     draw = random.Random(4)
     prompts = [[draw.randrange(3, 250) for _ in range(prompt)] for _ in range(count)]
     with served(shape, bench.device, context_length=2 * (prompt + new), batch_invariant=invariant, **known) as ring:

@@ -96,7 +96,7 @@ def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Te
             rows = codes.double() * scales.double()[:, None]
         yield codec.name, product(x), rows @ wide.t() + bias.double(), FAST_SUMS if scaled else ROUNDED
     for name in GROUPED:
-        grouped = random_rows(CODECS[name], *weight.shape, weight.device)
+        grouped = random_rows(CODECS[name], len(weight), weight.shape[1], weight.device)
         expected = x.double() @ grouped.dequantized().double().t() + bias.double()
         yield name, GroupedProduct(packed_rows(grouped), bias)(x), expected, ROUNDED
 

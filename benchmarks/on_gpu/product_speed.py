@@ -14,9 +14,9 @@ from torch.nn import functional
 from benchmarks.on_gpu.bench import Bench, Row, rate
 from benchmarks.on_gpu.machine import graph_seconds
 from benchmarks.random_model import random_rows
-from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.quantizing import CODECS
-from services.executor.model.weight_formats import quantize
+from services.executor.model.weight_formats import Quantized, quantize
 
 # (outputs, inputs) of the widest layer of Llama 3 8B, and of a dry run's.
 GATE_UP, TINY = (28672, 4096), (32, 64)
@@ -38,6 +38,13 @@ def run(bench: Bench) -> Iterator[Row]:
             yield rate(key, what, done, seconds, limit, unit)
 
 
+def _coded(weight: Tensor, codec: Codec) -> Quantized:
+    """With one scale for each output."""
+    coded = quantize(weight, codec)
+    assert isinstance(coded, Quantized)
+    return coded
+
+
 def _ways(
     device: torch.device, outputs: int, inputs: int, rows: int
 ) -> dict[str, tuple[float, list[Callable[[Tensor], Tensor]]]]:
@@ -48,20 +55,19 @@ def _ways(
     copies = max(1, min(COLD // (2 * outputs * inputs), 8)) if device.type == "cuda" else 1
     plain = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) for _ in range(copies)]
     ways: dict[str, tuple[float, list[Callable[[Tensor], Tensor]]]] = {
-        "bf16": (2, [lambda x, weight=weight: functional.linear(x, weight) for weight in plain])
+        "bf16": (2, [partial(functional.linear, weight=weight) for weight in plain])
     }
     if rows == 1:
-        ours = [lambda x, weight=weight: multiply_one(x, weight, None, None) for weight in plain]
-        ways["bf16, our own"] = (2, ours)
+        ways["bf16, our own"] = (2, [partial(multiply_one, weight=one, scales=None, bias=None) for one in plain])
     for codec in (FP8, INT8):
-        weights = [quantize(weight, codec) for weight in plain]
+        weights = [_coded(weight, codec) for weight in plain]
         if rows <= MOST_ROWS:
             # None: not by the library, so in registers up to the most rows.
             few = [quantized_matmul.coded_product(weight, None, None) for weight in weights]
             ways[f"{codec.name}, widened in registers"] = (1, [*few])
         else:
-            wide = [lambda x, weight=weight: quantized_matmul.multiply_widened(x, weight, None) for weight in weights]
-            ways[f"{codec.name}, widened in memory"] = (1, wide)
+            wide = [partial(quantized_matmul.multiply_widened, weight=weight, bias=None) for weight in weights]
+            ways[f"{codec.name}, widened in memory"] = (1, [*wide])
     for kind in GROUPED:
         made = [random_rows(CODECS[kind], outputs, inputs, device) for _ in plain]
         packed = [quantized_matmul.packed_rows(one) for one in made]
@@ -70,9 +76,8 @@ def _ways(
     if device.type == "cuda":
         from services.executor.gpu.kernels.matmul import encode_rows
 
-        scaled = [quantize(weight, FP8) for weight in plain]
-        ways["fp8, activations too"] = (
-            1,
-            [lambda x, w=w: quantized_matmul.scaled_by_rows(*encode_rows(x, FP8), *w, None) for w in scaled],
-        )
+        def scaled(x: Tensor, weight: Quantized) -> Tensor:
+            return quantized_matmul.scaled_by_rows(*encode_rows(x, FP8), weight.codes, weight.scales, None)
+
+        ways["fp8, activations too"] = (1, [partial(scaled, weight=_coded(weight, FP8)) for weight in plain])
     return ways

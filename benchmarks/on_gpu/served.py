@@ -76,12 +76,13 @@ def _quantize(model: nn.Module, codec: Any) -> None:
     vocabulary = codec.for_vocabulary() if isinstance(codec, RowsCodec) else None
     for module in model.modules():
         if isinstance(module, WeightShard):
+            weight = module.weight
             of_vocabulary = isinstance(module, VocabParallelHead | VocabParallelEmbedding)
             chosen = vocabulary if of_vocabulary else codec
             if isinstance(chosen, RowsCodec):
-                module.keep_quantized(random_rows(chosen, *module.weight.shape, module.weight.device))
+                module.keep_quantized(random_rows(chosen, len(weight), weight.shape[1], weight.device))
             elif chosen is not None:
-                module.keep_quantized(quantize(module.weight, chosen))
+                module.keep_quantized(quantize(weight, chosen))
 
 
 def plain_model(
@@ -247,12 +248,12 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     if device.type != "cpu" or find_spec("triton") is None:
         yield
         return
-    real = backend.BACKENDS
-    backend.BACKENDS = (_GpuOnCpu(settings), *real)
+    real = backend.BACKENDS  # type: ignore[attr-defined]
+    backend.BACKENDS = (_GpuOnCpu(settings), *real)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        backend.BACKENDS = real
+        backend.BACKENDS = real  # type: ignore[attr-defined]
 
 
 class _GpuOnCpu(CpuKernels):
@@ -291,9 +292,8 @@ def decode_plan(batch: int, context: int, num_writable: int, num_quantized: int,
         raise ValueError(
             f"{batch} x {context} tokens need {batch * (full + 1)} blocks of {num_writable + num_quantized}"
         )
-    kept = first + np.arange(batch * full)
     # Blocks of one sequence are seldom neighbours in a server that has run for a while.
-    kept = np.random.default_rng(seed).permutation(kept).reshape(batch, full)
+    kept = np.random.default_rng(seed).permutation(first + np.arange(batch * full)).reshape(batch, full)
     rows = [Row(context, 1, np.append(kept[at], at)) for at in range(batch)]
     tokens = np.random.default_rng(seed).integers(0, 200, batch)
     return step_plan(rows, BLOCK, num_decodes=batch, token_ids=to_bytes(tokens))

@@ -7,7 +7,7 @@ computing contexts of 8k for 128 sequences would take minutes, and changes no by
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,7 +111,12 @@ def _ring(bench: Bench, shape: Shape, weights: WeightDType, kv: KvDType, cases: 
     """One ring for all cases that share its weights and blocks."""
     most = max(case.batch for case in cases)
     memory = int(max(_cache_bytes(shape, case, most) for case in cases))
-    options = {"kv_dtype": kv, "kv_memory": memory, "max_sequences": most, "context_length": _longest(cases)}
+    options: dict[str, Any] = {
+        "kv_dtype": kv,
+        "kv_memory": memory,
+        "max_sequences": most,
+        "context_length": _longest(cases),
+    }
     options |= {"weight_dtype": weights} if weights != "bf16" else {}
     options["max_batch_tokens"] = CHUNK
     with served(shape, bench.device, **options) as ring:
@@ -165,7 +170,7 @@ def measure_prefill(bench: Bench, weights: str, prompts: Sequence[int], chunks: 
     prompts, chunks = ((64,), (32, 64)) if bench.tiny else (prompts, chunks)
     longest = max(prompts)
     memory = int(4 * longest * shape.kv_bytes("bf16"))
-    options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "max_batch_tokens": longest}
+    options: dict[str, Any] = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "max_batch_tokens": longest}
     options |= {"weight_dtype": weights} if weights != "bf16" else {}
     try:
         with served(shape, bench.device, context_length=longest + BLOCK, **options) as ring:

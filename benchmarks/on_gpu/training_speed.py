@@ -88,7 +88,8 @@ def _measure(bench: Bench, work: Work) -> None:
         torch.cuda.reset_peak_memory_stats(bench.device)
     loss = steps.compute(1, 0).train_loss  # compiles
     wait(bench.device)
-    most, took = (2 if bench.tiny else 8), []
+    most = 2 if bench.tiny else 8
+    took: list[float] = []
     while len(took) < most and (not took or bench.left() > 0):
         began = time.perf_counter()
         steps.compute(2 + len(took), 0)

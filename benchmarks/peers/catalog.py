@@ -200,7 +200,7 @@ def _ryzanstein_vllm(place: Place) -> Launch:
     """Ours around the vLLM of the environment, with the settings of `_vllm`."""
     theirs, made = _vllm(place).variables, _ryzanstein(place)
     rings = ("RYZANSTEIN_DEVICE", "RYZANSTEIN_THREADS")  # of our own rings alone
-    variables = {name: value for name, value in made.variables.items() if name not in rings} | theirs
+    variables = {**{name: value for name, value in made.variables.items() if name not in rings}, **theirs}
     variables |= {"RYZANSTEIN_CONTEXT_LENGTH": str(_CONTEXT), "RYZANSTEIN_MAX_SEQUENCES": str(place.slots)}
     variables |= {"RYZANSTEIN_DTYPE": "bf16"}
     engine = ("--engine", "vllm", "--engine-python", place.python)

@@ -218,7 +218,7 @@ async def _answered(tokens: int, api: str, *, stream: bool) -> int:
         "extensions": {CONNECTION: Open()},
     }
     with counting() as calls:
-        task = asyncio.create_task(parts.app(cast(Any, scope), receive, send))
+        task = asyncio.create_task(parts.app(cast(Any, scope), receive, cast(Any, send)))
         for _ in range(tokens):
             await _quiet()
             parts.answers.say(1)

@@ -91,6 +91,7 @@ def _total(profile: Path) -> int:
 def multiply(scratch: str) -> None:
     """Multiplies what `_write_products` wrote there, with each number of rows."""
     library = load_library()
+    assert library is not None, "products were written for it"
     decoder = library.rz_decoder_new(ctypes.byref(RzModel()), 1, None)
     for number in range(len(KINDS)):
         linear = RzLinear.from_buffer_copy(Path(scratch, f"{number}.linear").read_bytes())

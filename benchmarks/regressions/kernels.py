@@ -34,6 +34,7 @@ def kernels(model: Path, rounds: int, effort: int) -> Rounds:
 
 def _products(effort: int) -> Iterator[Pair]:
     library = load_library()
+    assert library is not None, "it was looked for"
     decoder = library.rz_decoder_new(ctypes.byref(RzModel()), CORES, None)
     with ThreadPoolExecutor(CORES) as pool:
         made = {

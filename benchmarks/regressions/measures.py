@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -165,7 +166,7 @@ def engine(model: Path, rounds: int, effort: int) -> Rounds:
 
 
 def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
-    from benchmarks.engine.__main__ import make_step
+    from benchmarks.engine.__main__ import GREEDY, make_step
     from services.executor.native import library
 
     if library.load_library() is None:
@@ -186,8 +187,9 @@ def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
         plans = steps.steps(1024, 0)
         for stepper in (native, plain):
             stepper.prepare(plans)
-        ours = timed(lambda plan=plans.measured: native.step(plan), times * effort)  # type: ignore[misc]
-        theirs = timed(lambda plan=plans.measured: plain.step(plan), times * effort)  # type: ignore[misc]
+        ours, theirs = (
+            timed(partial(stepper.step, plans.measured, GREEDY), times * effort) for stepper in (native, plain)
+        )
         yield pair_of(f"native kernels, speed of a {kind} against PyTorch", ours, theirs)
 
 
@@ -196,7 +198,7 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
     from benchmarks.engine.steps import decode_plan
 
     plan = decode_plan(8, 1024)
-    bf16, int8 = (make_step(model, kind, threads, 8 * 64) for kind in ("bf16", "int8"))  # type: ignore[arg-type]
+    bf16, int8 = (make_step(model, kind, threads, 8 * 64) for kind in ("bf16", "int8"))
     yield pair_of(
         "int8 blocks, time of a decode step against bf16",
         timed(lambda: bf16(plan), 4 * effort),

@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 from benchmarks.errors import BenchError
 from benchmarks.harness import machine, show
+from benchmarks.random_model import LlamaShape, write_servable
 from benchmarks.regressions import __main__ as command
 from benchmarks.regressions import measures
 from benchmarks.regressions.measures import BETTER, Pair, Ratio, Recorded, Rounds, ratios
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 NAME = "gRPC, CPU of a streamed answer against REST"
 
@@ -34,6 +36,18 @@ def test_the_services_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measures.services(Path(), rounds=1, effort=1)
     assert set(found) <= set(BETTER)
     assert [len(rounds) for rounds in found.values()] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "count"), [("engine", 4), ("kernels", 8)])
+def test_the_engine_is_measured(family: str, count: int, tmp_path: Path) -> None:
+    """As `make perf` does it, with a model that is made up."""
+    for name, content in tiny_files().items():
+        (tmp_path / name).write_bytes(content)
+    write_servable(tmp_path / "model", LlamaShape.parse("64,2,1,96,2,258"), tmp_path)
+    found = command.measure(family, tmp_path / "model", 3, 1)
+    assert set(found) <= set(BETTER)
+    assert [len(rounds) for rounds in found.values()] == [3] * count
 
 
 def recorded(median: float, on: str = "") -> Recorded:
