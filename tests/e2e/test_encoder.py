@@ -36,6 +36,12 @@ def test_up_says_what_it_does(stack: Stack) -> None:
     assert "/v1/embeddings -H" in stack.output
 
 
+def test_up_names_the_same_path_without_a_smoke_test(directory: Path, tmp_path: Path) -> None:
+    with Stack(tmp_path, "--model", str(directory), "--no-smoke-test") as stack:
+        assert "no answer to show" not in stack.output
+        assert "/v1/embeddings -H" in stack.output
+
+
 def test_vectors_over_http(stack: Stack, directory: Path) -> None:
     import torch
     from transformers import AutoModel

@@ -26,7 +26,7 @@ from services.cli.supervision.nats_server import LocalNats, StoreWatch, stop_pro
 from services.cli.target import StackSettings
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse
-from shared.messages import Heartbeat, ModelSettings, ModelSpec
+from shared.messages import Heartbeat, ModelCard, ModelSettings, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -314,6 +314,12 @@ class LocalStack:
 
         assert self._bus is not None
         return ClusterModels(self._bus)
+
+    async def card(self, model: str) -> ModelCard | None:
+        """None: no group has told of the model yet."""
+        assert self._bus is not None
+        found = await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).get(model)
+        return found.value if found is not None else None
 
     async def watch(self, on_event: Tell) -> None:
         """Starts what has ended again, with growing pauses. Runs until cancelled."""

@@ -309,10 +309,18 @@ class Up:
 
     async def _prove_unless_stopped(self, stack: LocalStack, model: str) -> str:
         """As `_prove`."""
-        if not self._smoke_test or self._signal.is_set():
+        if self._signal.is_set():
             return CHAT
-        path = await self._unless_stopped(self._prove(stack.gateway_url, model))
+        asking = self._prove(stack, model) if self._smoke_test else self._path_of(stack, model)
+        path = await self._unless_stopped(asking)
         return CHAT if path is None else path
+
+    async def _path_of(self, stack: LocalStack, model: str) -> str:
+        """As `_prove`, by what its group says that it does."""
+        card = await stack.card(model)
+        if card is None or card.does("generate"):
+            return CHAT
+        return VECTORS if card.does("embed") else ""
 
     async def _bring_up(self, stack: LocalStack) -> None:
         assert self._model is not None, "it is being made ready"
@@ -396,13 +404,13 @@ class Up:
         key = ' -H "authorization: Bearer $RYZANSTEIN_API_KEY"' if self._keyed else ""
         self._say(f"  {shlex.join(command)}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n")
 
-    async def _prove(self, url: str, model: str) -> str:
+    async def _prove(self, stack: LocalStack, model: str) -> str:
         """One answer, streamed: the whole way works. Returns the path that the model is asked at, as far as that is
         known; empty: none of those that there is an example of."""
         # With httpx: the services are to start before it.
         from services.cli.chat_client import GeneratesNoText, KeyNeeded, NoChatTemplate, TemplateRefused
 
-        path = CHAT
+        path, url = await self._path_of(stack, model), stack.gateway_url
         if self._settings.tls_client_ca:
             self._say("(no smoke test: clients need a certificate)")
             return path
@@ -414,7 +422,6 @@ class Up:
                 self._say("(the model has no chat template that takes a question: it completes a text instead)")
                 await self._show_answer(url, model, SMOKE_TEST_TEXT, plain=True)
         except GeneratesNoText as error:
-            path = VECTORS if VECTORS in error.message else ""
             self._say(f"(no answer to show: {error})")
         except KeyNeeded:
             self._keyed = True
