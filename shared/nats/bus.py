@@ -496,10 +496,10 @@ class Bus:
         """Sends what is buffered and closes. Safe to call twice."""
         if self._client.is_closed:
             return
-        for step in (self._client.flush, self._client.close):
+        for step in (self.flush, self._client.close):
             try:
                 await asyncio.wait_for(step(), CLOSE_TIMEOUT)
-            except BROKER_ERRORS as error:
+            except (BrokerUnavailable, *BROKER_ERRORS) as error:
                 log.debug("close_failed", error=reason_of(error))
 
     # --- connection events -----------------------------------------------------------------------

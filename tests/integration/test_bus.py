@@ -118,6 +118,30 @@ async def test_a_flush_that_is_answered_late_ends_nothing(bus: Bus, monkeypatch:
     assert not logs
 
 
+async def test_a_close_that_is_answered_late_tells_of_no_error(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, client = asyncio.Event(), bus.client
+    process, close = client._process_pong, client.close
+
+    async def late() -> None:
+        await read.wait()
+        await process()
+
+    async def close_behind_it() -> None:
+        read.set()
+        while client._pongs:  # noqa: ASYNC110  # nobody tells of it
+            await asyncio.sleep(0)
+        await close()
+
+    monkeypatch.setattr(client, "_process_pong", late)
+    monkeypatch.setattr(client, "close", close_behind_it)
+    monkeypatch.setattr("shared.nats.bus.CLOSE_TIMEOUT", 0.01)
+    await bus.close()
+    assert client.is_closed
+    assert not caplog.records
+
+
 async def test_a_flush_that_nobody_answers_says_that_the_broker_is_away(bus: Bus) -> None:
     await bus.close()
     with pytest.raises(BrokerUnavailable, match="has read what was sent"):
