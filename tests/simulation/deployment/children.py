@@ -10,7 +10,7 @@ A child is a process of the world as others are: faults kill, stop and continue 
 import asyncio
 import contextvars
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from tests.simulation.core.processes import CURRENT
@@ -106,6 +106,9 @@ class Child:
     def is_stopped(self) -> bool:
         return self.process.alive and self.process.stopped
 
+    def descends_from(self, other: "Child") -> bool:
+        return self.world is other.world and self.process.name.startswith(f"{other.process.name}/")
+
     async def wait(self) -> int:
         await self._gone.wait()
         assert self.returncode is not None, "it is set before"
@@ -135,6 +138,14 @@ def is_stopped(pid: int) -> bool:
     """As /proc says it of real ones."""
     child = _known.get(pid)
     return child is not None and child.is_stopped
+
+
+def with_descendants(pids: Iterable[int]) -> Iterator[int]:
+    """These processes and all that they have started."""
+    for pid in pids:
+        yield pid
+        if (parent := _known.get(pid)) is not None:
+            yield from (child.pid for child in [*_known.values()] if child.descends_from(parent))
 
 
 class Family:

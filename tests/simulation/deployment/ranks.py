@@ -36,7 +36,7 @@ from shared.messages.debugging import LeaderDump
 from tests.simulation.core.processes import CURRENT, Host
 from tests.simulation.core.world import World
 from tests.simulation.deployment import engines
-from tests.simulation.deployment.children import Child, Ended, Family, is_stopped
+from tests.simulation.deployment.children import Child, Ended, Family, is_stopped, with_descendants
 
 START = (0.3, 5.0)  # seconds until a rank has loaded its model, from and to
 HANGS = 1e9  # seconds of a step that never ends
@@ -47,7 +47,7 @@ def stand_in() -> None:
     """For what executors ask their machine. Idempotent."""
     engines.stand_in()
     group.is_stopped = is_stopped  # type: ignore[attr-defined]
-    group.with_descendants = lambda pids: pids  # type: ignore[attr-defined]
+    group.with_descendants = with_descendants  # type: ignore[attr-defined]
     ring.oom_kills = lambda: 0  # type: ignore[attr-defined]
     group_leader.freeze_gc_after_startup = lambda: None  # type: ignore[attr-defined]
 
