@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
 
+from services.cli.other_names import Group
 from services.cli.serve import packages_of
 from shared.process import VERSION
 
@@ -60,7 +60,7 @@ class _Commands(UserDict[str, Any]):
 def command_line(groups: Sequence[CommandGroup]) -> typer.Typer:
     """The command `ryzanstein` with these groups."""
 
-    class Root(TyperGroup):
+    class Root(Group):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self.commands = _Commands(groups)

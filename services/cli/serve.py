@@ -41,7 +41,8 @@ def serve(arguments: Sequence[str]) -> NoReturn:
         raise SystemExit(0)
     if service not in MODULES:
         raise ConfigurationError(
-            f"There is no service {service!r} to serve; it is one of {', '.join(sorted(MODULES))}."
+            f"There is no service {service!r} to serve; it is one of {', '.join(sorted(MODULES))}; "
+            "a model is served by `ryzanstein up --model NAME`."
         )
     require_packages(service, service)
     os.execv(sys.executable, [sys.executable, "-m", MODULES[service], *options])  # noqa: S606

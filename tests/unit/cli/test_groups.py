@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.groups import GROUPS, CommandGroup, command_line
+from services.cli.other_names import COMMANDS, MODELS
 from shared.errors import ConfigurationError
 
 NAMES = [name for group in GROUPS for name in group.commands]
@@ -51,6 +52,17 @@ def test_without_a_group_the_others_work(group: CommandGroup, ends: dict[str, di
     end = ends[group.module]
     assert end["listed"] == [name for name in NAMES if name not in group.commands]
     assert end["codes"] == {name: 2 if name in group.commands else 0 for name in NAMES}
+
+
+@pytest.mark.parametrize("where", [[], ["models"]], ids=" ".join)
+def test_who_types_a_command_of_another_program_is_told_what_it_is_called_here(where: list[str]) -> None:
+    invoke = partial(CliRunner().invoke, command_line(GROUPS))
+    for name, told in (MODELS if where else COMMANDS).items():
+        result = invoke([*where, name, "something"])
+        assert result.exit_code == 2
+        assert f"There is no command {name!r}: {told}." in result.output
+        for command in re.findall(r"`ryzanstein ([^`]+)`", told):
+            assert invoke([*command.split(), "--help"]).exit_code == 0, command
 
 
 def test_a_group_without_its_packages_says_what_to_install() -> None:

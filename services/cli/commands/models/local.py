@@ -15,6 +15,7 @@ from services.cli.commands.models.cache import clean, registered
 from services.cli.commands.models.disk import disk
 from services.cli.commands.models.recommend import recommend
 from services.cli.commands.models.tables import list_running
+from services.cli.other_names import ModelsGroup
 from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
@@ -27,7 +28,10 @@ from shared.model_store.programs import Progress, convert_model, run_module
 from shared.models import here, hub_name
 
 models_app = typer.Typer(
-    help="Models: of a running stack, and on this machine.", no_args_is_help=True, rich_markup_mode=None
+    help="Models: of a running stack, and on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    cls=ModelsGroup,
 )
 models_app.command()(recommend)
 models_app.command()(disk)
