@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def up(
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="As with --model.")] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -171,13 +172,14 @@ def up(
     proof: Annotated[bool | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
+    names = [*(model or []), *(models or [])]
     _check_choice("--dtype", dtype, DTYPES)
     _check_choice("--engine", engine, ENGINES)
     if engine_kind:
         _check_choice("--engine-kind", engine_kind, ENGINE_KINDS)
     if engine == "vllm" or engine_url:
         chosen = {"--weight-dtype": weight_dtype, "--kv-dtype": kv_dtype, "--weights-memory": weights_memory}
-        more = {"--draft-model": draft_model, "--tp": tp > 1, "a second --model": len(model or []) > 1}
+        more = {"--draft-model": draft_model, "--tp": tp > 1, "a second --model": len(names) > 1}
         _check_of_ring({**chosen, **more})
     _check_choice("--weight-dtype", weight_dtype, WEIGHT_DTYPES)
     _check_choice("--kv-dtype", kv_dtype, KV_DTYPES)
@@ -189,7 +191,7 @@ def up(
     _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     counts = {"gateways": gateways, "schedulers": schedulers}
     settings = load_settings(StackSettings, data_dir=data_dir, **counts, **files)
-    first, further, adapters = _models(model or [], models_file)
+    first, further, adapters = _models(names, models_file)
     if served_model_name:
         _check_served_name(served_model_name, first, further)
     elif first and further:
