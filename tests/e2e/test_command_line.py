@@ -17,6 +17,7 @@ from services.cli.target import read_run_file
 from shared.model_store.catalog import DEFAULT_MODEL
 from shared.process import VERSION
 from tests.e2e.stack import CLI, Stack, run_cli
+from tests.monitoring.prometheus import until
 
 pytestmark = pytest.mark.e2e
 
@@ -130,7 +131,8 @@ def test_one_request_id_is_in_every_log(two_groups: Stack) -> None:
     reply = httpx.post(f"{two_groups.url}/v1/chat/completions", json=body, headers=headers, trust_env=False, timeout=60)
     assert reply.headers["x-request-id"] == "follow-me"
     for service in ("gateway", "scheduler", "executor"):
-        assert "follow-me" in two_groups.logs(f"{service}-*.log"), service
+        # A request is told of once its answer has been written, which a client may have read by then.
+        until(lambda service=service: "follow-me" in two_groups.logs(f"{service}-*.log"), 30)
 
 
 def test_models_list_shows_what_is_there(model_directory: Path) -> None:

@@ -85,14 +85,14 @@ async def test_a_pin_is_written_for_all_and_moves_when_its_ring_is_gone(house: H
 
 async def test_with_one_group_nothing_is_pinned(house: House, pins: Bucket[SessionPin]) -> None:
     first = await house.leader("a")
-    async with house.scheduler():
+    async with house.scheduler() as service:
         await house.ask("1", session="s")
         await house.until(lambda: first.ids == ["1"])
         await house.until_settled()
         assert await pins.get(pin_key(MODEL, "s")) is None
 
         second = await house.leader("b")
-        await house.bus.flush()
+        await house.until_known(service, second)
         await house.ask("2", session="s")
         await house.until(lambda: len(first.ids + second.ids) == 2)
         entry = await pins.get(pin_key(MODEL, "s"))
