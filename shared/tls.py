@@ -6,14 +6,11 @@ certificate, key ──▶ context ──▶ every new connection
 """
 
 import asyncio
-import logging
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-import nats.errors
 import structlog
-from nats.aio.client import Client
 
 from shared.errors import ConfigurationError
 
@@ -95,34 +92,6 @@ class Certificates:
 
     def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_state(Path(name)) for name in (self._certificate, self._key))
-
-
-class TlsClient(Client):
-    """A NATS client that says nothing, its password least of all, to a server that offers no TLS.
-
-    nats-py encrypts where the server says so; whoever sits between could say that it does not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        logging.getLogger("asyncio").addFilter(_without_eof_note)
-
-    def _connect_command(self) -> bytes:
-        if not self._server_info.get("tls_required"):
-            raise PlainServer
-        return bytes(super()._connect_command())
-
-
-def _without_eof_note(record: logging.LogRecord) -> bool:
-    """asyncio remarks on nats-py's way of closing, at each connection's end; there is nothing to do about it."""
-    return "eof_received() has no effect when using ssl" not in record.getMessage()
-
-
-class PlainServer(nats.errors.Error):
-    """The server would have everything unencrypted."""
-
-    def __str__(self) -> str:
-        return "the server does not ask for TLS"
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

@@ -21,7 +21,6 @@ from typing import Annotated, Any, cast
 
 import msgspec
 import typer
-from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
 from benchmarks.engine.bookkeeping import BLOCK
@@ -55,6 +54,7 @@ from shared.messages import (
 )
 from shared.messages.records import GenerationRecord, GenerationRecords
 from shared.nats.bus import Bus, encode
+from shared.nats.client import Client
 from shared.service.logs import configure_logging
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from typing import Any, Final
 from typer.core import TyperGroup
 
 _CONVERT: Final = "`ryzanstein models convert` writes a model in another format"
+_LIST: Final = "`ryzanstein models list` shows models, with --cached those on this machine"
 _PULL: Final = "`ryzanstein models pull` fetches a model"
 _REMOVE: Final = (
     "`ryzanstein models remove` takes a model out of a running stack, `ryzanstein models clean` files off this machine"
@@ -14,9 +15,9 @@ COMMANDS: Final = {
     "download": _PULL,
     "down": "Ctrl-C ends `ryzanstein up`",
     "help": "`ryzanstein --help` lists the commands",
-    "list": "`ryzanstein models list` shows models, with --cached those on this machine",
+    "list": _LIST,
     "logs": "`ryzanstein up` says where its logs are",
-    "ls": "`ryzanstein models list` shows models, with --cached those on this machine",
+    "ls": _LIST,
     "ps": "`ryzanstein status` shows what runs",
     "pull": _PULL,
     "quantize": _CONVERT,

@@ -195,8 +195,8 @@ class RequestIntake:
         for pull in self._pulls:
             pull.subscription = pull.older = None
         drains = [subscription.drain() for subscription in subscriptions]  # type: ignore[no-untyped-call]
-        try:  # not cancelled: an answer to a flush of nats-py's that nobody waits for any more ends all its reading
-            await asyncio.wait_for(asyncio.shield(asyncio.gather(*drains)), STOP_TIMEOUT)
+        try:
+            await asyncio.wait_for(asyncio.gather(*drains), STOP_TIMEOUT)
         except BROKER_ERRORS as error:  # its pulls end with the connection, or with their time
             log.warning("pull_drain_failed", error=reason_of(error))
 

@@ -24,7 +24,6 @@ import msgspec
 import nats
 import nats.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
@@ -32,6 +31,7 @@ from nats.js.errors import APIError, NoStreamResponseError
 
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, LinkLost, NobodyThere, PayloadTooLarge
+from shared.nats.client import Client, PlainServer, TlsClient
 from shared.nats.errors import (
     BROKER_ERRORS,
     ConnectionBroke,
@@ -44,7 +44,7 @@ from shared.nats.errors import (
 )
 from shared.nats.permissions import inbox_of
 from shared.tasks import Watchdog
-from shared.tls import PlainServer, TlsClient, client_context
+from shared.tls import client_context
 
 TURNS = 5  # of the event loop, in which an answer is read: socket, parser, queue, callback; and one more
 
@@ -449,14 +449,12 @@ class Bus:
 
     async def flush(self) -> None:
         """Waits until the server has seen everything published and subscribed so far. Raises `BrokerUnavailable`."""
-        # A caller that is cancelled leaves: nats-py swallows that while it sends, and later on an answer that nobody
-        # waits for any more would end all its reading.
+        # A caller that is cancelled leaves: nats-py swallows that while it sends.
         with translated("say that it has read what was sent"):
             await asyncio.shield(self._flush())
 
     async def _flush(self) -> None:
-        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that. And
-        # it cancels a question that has no answer in time: where that comes late, it ends all reading.
+        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
         client = self._client
         await client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
         if client.is_closed or client._reading_task is None or client._reading_task.done():  # noqa: SLF001
@@ -496,10 +494,10 @@ class Bus:
         """Sends what is buffered and closes. Safe to call twice."""
         if self._client.is_closed:
             return
-        for step in (self.flush, self._client.close):
+        for step in (self._client.flush, self._client.close):
             try:
                 await asyncio.wait_for(step(), CLOSE_TIMEOUT)
-            except (BrokerUnavailable, *BROKER_ERRORS) as error:
+            except BROKER_ERRORS as error:
                 log.debug("close_failed", error=reason_of(error))
 
     # --- connection events -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 139_762,  # +95: formats that break off, what models do, others' names; to come: 112,000
+    ("services", "shared"): 139_779,  # +112: formats that break off, what models do, others' names; to come: 112,000
     ("benchmarks",): 14_185,  # +29: types are checked; to come: 13,000
     ("tests",): 150_533,  # +117: ratios are measured, answers that break off, a late pong; to come: 120,000
 }

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def up(
-    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="As with --model.")] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="As with --model, before these.")] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -172,7 +172,7 @@ def up(
     proof: Annotated[bool | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
-    names = [*(model or []), *(models or [])]
+    names = [*(models or []), *(model or [])]
     _check_choice("--dtype", dtype, DTYPES)
     _check_choice("--engine", engine, ENGINES)
     if engine_kind:

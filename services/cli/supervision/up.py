@@ -410,7 +410,7 @@ class Up:
         # With httpx: the services are to start before it.
         from services.cli.chat_client import GeneratesNoText, KeyNeeded, NoChatTemplate, TemplateRefused
 
-        path, url = await self._path_of(stack, model), stack.gateway_url
+        path, url = CHAT, stack.gateway_url
         if self._settings.tls_client_ca:
             self._say("(no smoke test: clients need a certificate)")
             return path
@@ -422,6 +422,7 @@ class Up:
                 self._say("(the model has no chat template that takes a question: it completes a text instead)")
                 await self._show_answer(url, model, SMOKE_TEST_TEXT, plain=True)
         except GeneratesNoText as error:
+            path = await self._path_of(stack, model)
             self._say(f"(no answer to show: {error})")
         except KeyNeeded:
             self._keyed = True

@@ -355,7 +355,7 @@ class EngineRequests:
         error = error_from_code(delta.code or InternalError.code, delta.error) if delta.finish == "error" else None
         if tracked.grammar is not None and self._breaks_off(tracked, tracked.grammar, tokens, finish):
             reason = f"{self._facts.name} ended the answer in the middle of its format; its log may say why."
-            error = error or InvalidGrammar(reason)
+            error = InvalidGrammar(reason)
         if error is not None:
             self._end(tracked, tracked.error_entry(error, tokens))
             return

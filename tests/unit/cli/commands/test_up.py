@@ -58,7 +58,7 @@ def test_what_is_wrong_with_its_options_is_told_in_a_sentence(option: str, choic
         (["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"], "org/b.* is declared twice"),
         (["--model", "org/a", "--model", "org/a"], "Two models are called 'org/a', org/a and org/a; leave one out"),
         (["org/a", "org/a"], "Two models are called 'org/a', org/a and org/a; leave one out"),
-        (["org/b", "--model", "org/a", "--served-model-name", "org/b"], "org/b.* is declared twice"),
+        (["--model", "org/b", "org/a", "--served-model-name", "org/b"], "org/b.* is declared twice"),
         (["org/a", "org/b", "--engine", "vllm"], "a second --model is for the executors' own rings"),
         (["--models-file", "FILE", "--served-model-name", "mine"], "for the executors' own model"),
     ],
