@@ -96,7 +96,7 @@ def _check(options: argparse.Namespace) -> object:
 
 
 def _inspect_adapter(options: argparse.Namespace) -> dict[str, object]:
-    from services.executor.model.adapters import inspect_adapter
+    from services.executor.model.adapters.files import inspect_adapter
     from services.executor.model.loading.config_file import load_config
 
     found = inspect_adapter(options.directory, load_config(options.model), options.max_rank)
