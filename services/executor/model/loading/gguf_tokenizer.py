@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WHOLE = "tokenizer.huggingface.json"
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _SPACE = "\u2581"
-# Of architectures whose files have no `tokenizer.ggml.pre` where they are older than the key.
-_GPT2_SPLITS = {"qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2", "gpt2": "gpt-2"}
+# Of architectures whose files have no `tokenizer.ggml.pre` where they are older than the key; all others say it.
+GPT2_SPLITS = {"qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2", "gpt2": "gpt-2"}
 # tokenizer_config.json's name -> GGUF's, in its own spelling
 _SPECIAL = {
     "bos": "bos",
@@ -195,7 +195,7 @@ class _Vocabulary:
         """Raises `ModelLoadError` for a name that is not known."""
         said = self.file.header.metadata
         architecture = str(said.get("general.architecture"))
-        name = said.get("tokenizer.ggml.pre") or _GPT2_SPLITS.get(architecture)
+        name = said.get("tokenizer.ggml.pre") or GPT2_SPLITS.get(architecture)
         if name in SPLIT_RULES:
             return SPLIT_RULES[str(name)]
         raise self._invalid("tokenizer.ggml.pre", f"is {name!r:.40}, a way to split texts that is not known")
