@@ -252,21 +252,17 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
         "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         **_said_beside(header, row),
-        **_computed(header, row, {name: tensor.shape for name, tensor in tensors.items()}),
+        **_computed(files[0], row, {name: tensor.shape for name, tensor in tensors.items()}),
     }
 
 
-def _computed(
-    header: "Mapping[str, Value]", row: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    said = {key.removeprefix(f"{row.name}."): value for key, value in header.items() if not isinstance(value, str)}
+def _computed(file: "GgufFile", row: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    entries = file.header.metadata.items()
+    said = {key.removeprefix(f"{row.name}."): value for key, value in entries if not isinstance(value, str)}
     try:
         return {name: value for one in row.computed for name, value in COMPUTED[one](said, shapes).items()}
     except KeyError as error:
-        raise ModelLoadError(
-            f"The file does not say {row.name}.{error.args[0]}, without which the model cannot be built; fetch it "
-            "again, or choose another."
-        ) from None
+        raise unsaid(file.path, f"{row.name}.{error.args[0]}") from None
 
 
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}

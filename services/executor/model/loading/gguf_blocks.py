@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.model.loading import gguf_grids
+from services.executor.model.loading.gguf_grids import bits_of, flat, halves_of, parts_of
 from services.executor.model.quantized import E2M1, QuantizedRows, half_powers
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.native.library import load_library
@@ -47,7 +48,7 @@ def quantized(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
 
 def by_torch(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
     """As `quantized`."""
-    return BLOCKS[kind].read(_blocks(raw, GGML_QUANT_SIZES[kind][1]))
+    return BLOCKS[kind].read(raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
 
 
 def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,20 +105,6 @@ def _values(library: Any, weight: QuantizedRows, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def _blocks(raw: Tensor, size: int) -> Tensor:
-    """[rows, blocks, bytes of a block]"""
-    return raw.view(raw.shape[0], -1, size)
-
-
-def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block: [rows, blocks]"""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
-
-
-def _rows(parts: Tensor) -> Tensor:
-    return parts.reshape(parts.shape[0], -1)
-
-
 def _plane(data: Tensor, width: int, bits: int) -> Tensor:
     """Codes of `bits` bits, [rows, blocks, codes]: of `width` bytes the lowest bits, then those above, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
@@ -132,50 +119,49 @@ def _nibbles(blocks: Tensor, at: int) -> Tensor:
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     """Bit j of four bytes belongs to value j."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return ((blocks[..., at : at + 4].unsqueeze(-1) >> shifts) & 1).flatten(2) << 4
+    return bits_of(blocks[..., at : at + 4]).flatten(2) << 4
 
 
 def _q4_0(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 2)), 4, 32, _halves(blocks, 0), offset=8)
+    return QuantizedRows(flat(_nibbles(blocks, 2)), 4, 32, halves_of(blocks, 0), offset=8)
 
 
 def _q4_1(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 4)), 4, 32, _halves(blocks, 0), mins=-_halves(blocks, 2))
+    return QuantizedRows(flat(_nibbles(blocks, 4)), 4, 32, halves_of(blocks, 0), mins=-halves_of(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> QuantizedRows:
     codes = _nibbles(blocks, 6) | _fifth_bits(blocks, 2)
-    return QuantizedRows(_rows(codes), 5, 32, _halves(blocks, 0), offset=16)
+    return QuantizedRows(flat(codes), 5, 32, halves_of(blocks, 0), offset=16)
 
 
 def _q5_1(blocks: Tensor) -> QuantizedRows:
     codes = _nibbles(blocks, 8) | _fifth_bits(blocks, 4)
-    return QuantizedRows(_rows(codes), 5, 32, _halves(blocks, 0), mins=-_halves(blocks, 2))
+    return QuantizedRows(flat(codes), 5, 32, halves_of(blocks, 0), mins=-halves_of(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(blocks[..., 2:] ^ 128), 8, 32, _halves(blocks, 0), offset=128)
+    return QuantizedRows(flat(blocks[..., 2:] ^ 128), 8, 32, halves_of(blocks, 0), offset=128)
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 2)), 4, 32, _halves(blocks, 0), table=_IQ4)
+    return QuantizedRows(flat(_nibbles(blocks, 2)), 4, 32, halves_of(blocks, 0), table=_IQ4)
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 1)), 4, 32, half_powers(blocks[..., 0]), table=E2M1)
+    return QuantizedRows(flat(_nibbles(blocks, 1)), 4, 32, half_powers(blocks[..., 0]), table=E2M1)
 
 
 def _q2_k(blocks: Tensor) -> QuantizedRows:
     small = blocks[..., :16]
     return QuantizedRows(
-        _rows(_plane(blocks[..., 16:80], 32, 2)),
+        flat(_plane(blocks[..., 16:80], 32, 2)),
         2,
         16,
-        _rows(small & 15),
-        mins=_rows(small >> 4),
-        supers=_halves(blocks, 80),
-        super_mins=_halves(blocks, 82),
+        flat(small & 15),
+        mins=flat(small >> 4),
+        supers=halves_of(blocks, 80),
+        super_mins=halves_of(blocks, 82),
         per=16,
     )
 
@@ -184,7 +170,7 @@ def _q3_k(blocks: Tensor) -> QuantizedRows:
     high, low = _plane(blocks[..., :32], 32, 1), _plane(blocks[..., 32:96], 32, 2)
     small = _plane(blocks[..., 96:104], 8, 4) | _plane(blocks[..., 104:108], 4, 2) << 4
     scales = (small.to(torch.int8) - 32).flatten(1)
-    return QuantizedRows(_rows(low | high << 2), 3, 16, scales, offset=4, supers=_halves(blocks, 108), per=16)
+    return QuantizedRows(flat(low | high << 2), 3, 16, scales, offset=4, supers=halves_of(blocks, 108), per=16)
 
 
 def _with_minimums(blocks: Tensor, codes: Tensor, bits: int) -> QuantizedRows:
@@ -193,13 +179,13 @@ def _with_minimums(blocks: Tensor, codes: Tensor, bits: int) -> QuantizedRows:
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], -1)
     mins = torch.cat([second & 63, third >> 4 | second >> 2 & 48], -1)
     return QuantizedRows(
-        _rows(codes),
+        flat(codes),
         bits,
         32,
-        _rows(scales),
-        mins=_rows(mins),
-        supers=_halves(blocks, 0),
-        super_mins=_halves(blocks, 2),
+        flat(scales),
+        mins=flat(mins),
+        supers=halves_of(blocks, 0),
+        super_mins=halves_of(blocks, 2),
         per=8,
     )
 
@@ -215,18 +201,15 @@ def _q5_k(blocks: Tensor) -> QuantizedRows:
 
 def _q6_k(blocks: Tensor) -> QuantizedRows:
     low, high = _plane(blocks[..., :128], 64, 4), _plane(blocks[..., 128:192], 32, 2)
-    scales = _rows(blocks[..., 192:208]).view(torch.int8)
-    return QuantizedRows(_rows(low | high << 4), 6, 16, scales, offset=32, supers=_halves(blocks, 208), per=16)
+    scales = flat(blocks[..., 192:208]).view(torch.int8)
+    return QuantizedRows(flat(low | high << 4), 6, 16, scales, offset=32, supers=halves_of(blocks, 208), per=16)
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedRows:
-    shifts = torch.arange(0, 8, 4, dtype=torch.uint8)
-    low = ((blocks[..., 4:8].unsqueeze(-1) >> shifts) & 15).flatten(2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
-    high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(2)
-    scales = _rows((low | high << 4).to(torch.int8) - 32)
+    low, high = parts_of(blocks[..., 4:8], 4), parts_of(blocks[..., 2:4], 2)
+    scales = flat((low | high << 4).to(torch.int8) - 32)
     codes = _plane(blocks[..., 8:], 16, 4)
-    return QuantizedRows(_rows(codes), 4, 32, scales, table=_IQ4, supers=_halves(blocks, 0), per=8)
+    return QuantizedRows(flat(codes), 4, 32, scales, table=_IQ4, supers=halves_of(blocks, 0), per=8)
 
 
 def _pack_q2_k(rows: QuantizedRows) -> Bytes:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from services.executor.core.sharding import ShardRange
 from services.executor.families.gguf_architectures import gguf_architecture
-from services.executor.model.loading.composition import Composition, TensorBox, concatenated
+from services.executor.model.loading.composition import Composition, TensorBox, concatenated, stacked
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_compositions import COMPOSED, matrix_of
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
@@ -169,7 +168,7 @@ class GgufWeights:
         have a few vectors by groups, as rows."""
         file, tensor = self._tensors[name]
         plain = len(tensor.shape) == len(shape) <= 2
-        is_vector = len(shape) == 1 and tensor.kind.name in _NUMBERS and prod(tensor.shape) == shape[0]
+        is_vector = len(shape) == 1 and tensor.kind.name in _NUMBERS and math.prod(tensor.shape) == shape[0]
         if plain or not (is_vector or _squeezed(tensor.shape) == _squeezed(shape)):
             return Composition.whole(name, tensor.shape)
         if not shape:
@@ -420,12 +419,7 @@ def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> 
             raise ModelLoadError(
                 f"The file has no tensor {name} of three dimensions, which its architecture calls for; fetch it again."
             )
-        count, rows, columns = shape
-        parts = (
-            TensorBox(name, (None, 0, 1), (0, expert * rows, 0), (expert, 0, 0), (1, rows, columns))
-            for expert in range(count)
-        )
-        sides.append(Composition(shape, tuple(parts)))
+        sides.append(stacked([matrix_of(name, expert, shapes) for expert in range(shape[0])], 0))
     try:
         return concatenated(sides, 1)
     except ValueError as error:

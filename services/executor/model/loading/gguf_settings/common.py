@@ -65,10 +65,6 @@ def without_heads_behind(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"num_hidden_layers": int(said["block_count"]) - int(said.get("nextn_predict_layers", 0))}
 
 
-def is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
 def _normed_heads(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in shapes}
 

@@ -9,7 +9,6 @@ from services.executor.model.loading.gguf_settings.common import (
     Said,
     Shapes,
     by_layer,
-    is_list,
     without_heads_behind,
 )
 from services.executor.model.loading.gguf_settings.mixtures import grouped_experts
@@ -76,7 +75,8 @@ def _bamba(said: Said, shapes: Shapes) -> dict[str, Any]:
 def _nemotron_h(said: Said, shapes: Shapes) -> dict[str, Any]:
     """Layers are attention where they have heads for keys, feed-forward where they have a width, and state spaces else.
     Behind them may be one that predicts tokens."""
-    if listed := [key for key in ("expert_feed_forward_length", "expert_used_count") if is_list(said.get(key))]:
+    counts = ("expert_feed_forward_length", "expert_used_count")
+    if listed := [key for key in counts if isinstance(said.get(key), list | tuple)]:
         raise ModelLoadError(
             f"The file's layers have experts of their own kinds ({listed[0]} is a list), which no model of its "
             "architecture that can be served has; choose another."
