@@ -71,11 +71,6 @@ _CPU = torch.device("cpu")
 LOADING = threading.Lock()
 
 
-def context_length(config: Any) -> int:
-    """Most tokens of one sequence. Raises `ModelLoadError` where the configuration does not say."""
-    return longest_context(config)
-
-
 def load_model(
     directory: Path,
     dtype: torch.dtype,
@@ -98,7 +93,7 @@ def load_model(
     scales for groups lie on the host, whatever `device` is; with `defer_codes` they are read when they are packed.
     `quantizes_experts`: whether experts on the host are like linear layers where `dtype` is fp32 too.
     `before_reading` is told how many bytes the weights will take at least, when all is known of them but their values.
-    `context`: most tokens of one sequence, by which rotary frequencies may be chosen; None: `context_length`'s.
+    `context`: most tokens of one sequence, by which rotary frequencies may be chosen; None: `longest_context`'s.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -206,14 +201,7 @@ def _planned(
         config.tie_word_embeddings = True  # one is built that nobody asks
     model, ties = build_causal(config, dtype)
     fix_frequencies(model, context or longest_context(config))
-    if isinstance(files, GgufWeights):
-        sources = files.sources(model)
-        files.scale_frequencies(model)
-    else:
-        sources = find_sources(model, files.shapes)
-        first = {name for name, tensor in files.coded.items() if tensor.outputs_first}
-        turned = (name for name, content in sources.parameters.items() if content.parts[0].source in first)
-        sources = replace(sources, outputs_first=dict.fromkeys(turned, False))
+    sources = sources_in(files, model)
     apply_plan(model, config, layout, collectives)
     parameters = parameters_of(model, ties)
     plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
@@ -221,8 +209,20 @@ def _planned(
     check_leftovers(model, names, sources, files, directory)
     if isinstance(files, WeightFiles):
         check_ties(names, sources, files, directory)
-    _say_heads(files, config)
+        _say_heads(files, config)
     return model, plan
+
+
+def sources_in(files: WeightFiles | GgufWeights, model: Any) -> CheckpointSources:
+    """Which of their tensors each parameter of `model` is made of, as transformers builds it; its rotary frequencies
+    are scaled as a GGUF file says."""
+    if isinstance(files, GgufWeights):
+        files.scale_frequencies(model)
+        return files.sources(model)
+    sources = find_sources(model, files.shapes)
+    first = {name for name, tensor in files.coded.items() if tensor.outputs_first}
+    turned = (name for name, content in sources.parameters.items() if content.parts[0].source in first)
+    return replace(sources, outputs_first=dict.fromkeys(turned, False))
 
 
 def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collectives: Collectives) -> nn.Module:
@@ -390,9 +390,7 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
         )
 
 
-def _say_heads(files: WeightFiles | GgufWeights, config: Any) -> None:
-    if not isinstance(files, WeightFiles):
-        return
+def _say_heads(files: WeightFiles, config: Any) -> None:
     heads = heads_among(files.shapes, config, files.stored_bytes)
     if heads.tensors:
         log.info(

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.loading.loader import context_length, load_config, load_model, pack_linears
+from services.executor.model.catalogue import longest_context
+from services.executor.model.loading.loader import load_config, load_model, pack_linears
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
 
@@ -171,9 +172,9 @@ def test_weights_the_model_has_no_place_for(copy: Path) -> None:
 
 
 def test_context_length(copy: Path) -> None:
-    assert context_length(load_config(copy)) == 128
+    assert longest_context(load_config(copy)) == 128
     with pytest.raises(ModelLoadError, match="max_position_embeddings"):
-        context_length(SimpleNamespace(model_type="llama"))
+        longest_context(SimpleNamespace(model_type="llama"))
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"])
