@@ -284,7 +284,7 @@ class _Splitter:
         inputs, outputs = linear.weight.shape
         same = nn.Linear(inputs, outputs, device="meta", dtype=linear.weight.dtype)
         shard = self._share(same, name, style)
-        held_transposed(shard, "weight")
+        held_transposed(shard)
         return shard
 
     def _share(self, linear: nn.Linear, name: str, style: Style) -> LinearShard:
