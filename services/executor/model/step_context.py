@@ -218,6 +218,12 @@ class PrefillChunk:
     # int64 [keys]: of the keys, where some are there twice; None: they follow each other from the first one read.
     positions: Tensor | None = None
 
+    def key_positions(self, device: torch.device) -> Tensor:
+        """int64 [keys]: `positions`, or those that follow each other."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.stop - self.start if self.mask is None else self.mask.shape[1], device=device)
+
 
 @dataclass(frozen=True)
 class BlockChoice:
@@ -274,7 +280,6 @@ class StepContext:
         self._table_starts: Int64Array = np.cumsum(blocks) - blocks
         choices = as_int32(plan.sparse).reshape(-1, FIELDS).tolist()
         self._choices = [SparsePattern(*choice) for choice in choices]
-        self._recurrent: RecurrentBatch | None = None
         self._plan = plan
         self._decodes: dict[Reach, DecodeBatch] = {}
         self._prefills: dict[Reach, list[PrefillChunk]] = {}
@@ -345,14 +350,9 @@ class StepContext:
             ]
         return self._prefills[reach]
 
-    @property
-    def recurrent(self) -> "RecurrentBatch":
+    @cached_property
+    def recurrent(self) -> RecurrentBatch:
         """What layers with recurrent state need to know."""
-        if self._recurrent is None:
-            self._recurrent = self._recurrent_batch()
-        return self._recurrent
-
-    def _recurrent_batch(self) -> "RecurrentBatch":
         slots = as_int32(self._plan.state_slots).tolist()
         fresh = (self._context_lens == self._query_lens).tolist()
         ends = np.cumsum(self._query_lens).tolist()

@@ -129,8 +129,7 @@ def _lines_of(step: StepContext, chunk: PrefillChunk, tokens: int) -> tuple[Tens
     device = step.store.device
     if chunk.blocks is not None:
         assert chunk.mask is not None, "a chunk behind others sees no more than they are"
-        every = torch.arange(chunk.mask.shape[1], device=device) if chunk.positions is None else chunk.positions
-        ends = ((every + 1) % tokens == 0).nonzero().squeeze(1)
+        ends = ((chunk.key_positions(device) + 1) % tokens == 0).nonzero().squeeze(1)
         return ends, chunk.mask[:, ends] != 0
     rows = rows_that_end(step, tokens)
     own = np.flatnonzero((rows >= chunk.start) & (rows < chunk.stop))

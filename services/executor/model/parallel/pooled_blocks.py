@@ -95,11 +95,7 @@ class _Indexer:
     def _of_chunk(self, step: StepContext, chunk: PrefillChunk, queries: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
         rows = slice(chunk.start, chunk.stop)
         keys, hidden = self._lines.of_rows(step, rows, made)
-        if chunk.positions is not None:
-            positions = chunk.positions
-        else:
-            seen = chunk.stop - chunk.start if chunk.mask is None else chunk.mask.shape[1]
-            positions = torch.arange(seen, device=queries.device)
+        positions = chunk.key_positions(queries.device)
         ends = positions[(positions + 1) % self._tokens == 0] // self._tokens
         blocks = positions // self._tokens
         count = int(blocks.max()) + 1
