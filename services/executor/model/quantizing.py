@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.executor.core.weight_formats import WEIGHT_FORMATS, Scaling, WeightFormat
 from services.executor.model.quantized import E4M3, ROW_PARTS, QuantizedRows
-from services.executor.native.library import RzCodes, best_level, compiled, kernels_at
+from services.executor.native.library import RzCodes, best_level, kernels_at
 from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 
@@ -57,12 +57,12 @@ class RowsCodec(WeightFormat):
 
     def encode_into(self, room: QuantizedRows, weight: Tensor) -> None:
         """Fills `room` from `weight` [out, in], floats on the host, with as many threads as PyTorch has."""
-        if compiled() is None or not best_level():
+        if not (level := best_level()):
             raise ConfigurationError(
                 "Weights are quantized by the compiled kernels, which this installation or processor lacks; choose "
                 "unquantized weights."
             )
-        kernels = kernels_at(best_level())
+        kernels = kernels_at(level)
         codec, group = self._fitting(weight.shape[1])
         weight = weight if weight.dtype in _TYPES and weight.stride(1) == 1 else weight.float().contiguous()
         parts = [getattr(room, name) for name in ROW_PARTS]
