@@ -102,7 +102,7 @@ def attend_prefill(
     keys = keys.unsqueeze(1).expand(-1, group, -1, -1)
     values = values.unsqueeze(1).expand(-1, group, -1, -1)
     if mask is None and not (rule.is_plain and rule.key_bias is None):
-        mask = _causal(queries)
+        mask = causal(queries.shape[-2], queries.device, queries.dtype)
     if rule.key_bias is not None and mask is not None:
         mask = mask + _bias(rule.key_bias, mask, positions).unsqueeze(-2)
     if rule.is_plain:
@@ -135,10 +135,9 @@ def _bias(key_bias: KeyBias, mask: Tensor, positions: Tensor | None = None) -> T
     return key_bias(keys).to(mask.dtype)
 
 
-def _causal(queries: Tensor) -> Tensor:
-    rows = queries.shape[-2]
-    hidden = torch.full((rows, rows), float("-inf"), dtype=queries.dtype, device=queries.device)
-    return hidden.triu(1)
+def causal(rows: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The mask [rows, rows] of a chunk that starts its sequence."""
+    return torch.full((rows, rows), float("-inf"), dtype=dtype, device=device).triu(1)
 
 
 _CPU_GATHER_BYTES = 4 << 20  # keys and values gathered at once on a CPU: about what its caches hold

@@ -25,7 +25,7 @@ class TokenLines:
         """The lines [E, d] that end in this step, once they are stored. `given` [T, width]: what the step's tokens
         give, which goes to `kept` [slots, span, width] too; `make` makes lines of [E, span, width] and int64 [E], the
         positions of the first of their tokens."""
-        ends = _ends(step, self.tokens, self.span)
+        ends = step.once(("ends", self.tokens, self.span), lambda: _Ends(step, self.tokens, self.span))
         lines = make(ends.tokens_of(kept, given), ends.positions)
         keep_lines(step, self.page, (lines.unsqueeze(0),), slots=ends.slots)
         return lines
@@ -110,10 +110,6 @@ class _Ends:
         known = ring_of(self._step, self._span).keep(kept, rows)
         parts = [own[within] for own, within in zip(known, self._within, strict=True)]
         return torch.cat((kept[self._alone, self._order], *parts))
-
-
-def _ends(step: StepContext, tokens: int, span: int) -> _Ends:
-    return step.once(("ends", tokens, span), lambda: _Ends(step, tokens, span))
 
 
 def rows_that_end(step: StepContext, tokens: int) -> Int64Array:
