@@ -22,6 +22,7 @@ from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
 from services.executor.model.loading.gguf_pooling import class_settings, encoder_settings, pooling_files
 from services.executor.model.loading.gguf_settings import COMPUTED
+from services.executor.model.loading.gguf_settings.common import Said
 from services.executor.model.loading.gguf_tokenizer import WHOLE, chat_templates, tokenizer_json, tokenizer_settings
 from services.executor.model.tokenizer_files import CONFIG, TOKENIZER, read_bundle
 from shared.errors import ModelLoadError, reason_of
@@ -258,9 +259,10 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
 
 def _computed(file: "GgufFile", row: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     entries = file.header.metadata.items()
-    said = {key.removeprefix(f"{row.name}."): value for key, value in entries if not isinstance(value, str)}
+    keys = {key.removeprefix(f"{row.name}."): value for key, value in entries if not isinstance(value, str)}
+    said = Said(keys, shapes)
     try:
-        return {name: value for one in row.computed for name, value in COMPUTED[one](said, shapes).items()}
+        return {name: value for one in row.computed for name, value in COMPUTED[one](said).items()}
     except KeyError as error:
         raise unsaid(file.path, f"{row.name}.{error.args[0]}") from None
 
