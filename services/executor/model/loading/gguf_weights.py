@@ -309,7 +309,7 @@ class GgufWeights:
                     numbers = numbers[:, part.origin[-1] : part.origin[-1] + part.size[-1]]
                 numbers = numbers.reshape(-1, *part.size[1:])
                 if transform is not None and transform.numbers is not None:
-                    numbers = transform.numbers(numbers)
+                    numbers = transform.numbers[0](numbers)
                 place[first : first + len(numbers)].copy_(numbers)
                 meter.add(raw.numel())
         return made if read.codec is None else quantize(made, read.codec)
