@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,31 +28,27 @@ from services.executor.native.library import load_library
 
 Bytes = NDArray[np.uint8]
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
+_PLAIN = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
 
-def has_codes(kind: GGMLQuantizationType) -> bool:
+def has_codes(kind: Type) -> bool:
     """Whether `quantized` reads the type."""
     return kind in BLOCKS
 
 
-def quantized(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+def quantized(raw: Tensor, kind: Type) -> QuantizedRows:
     """The weight whose rows are `raw`, uint8 [rows, bytes], by the native kernels where there are some for the type.
     Raises `ValueError` where its scales are no numbers."""
     library = load_library() if BLOCKS[kind].native and raw.stride(1) == 1 else None
     return by_torch(raw, kind) if library is None else _by_kernels(library, raw, kind)
 
 
-def by_torch(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+def by_torch(raw: Tensor, kind: Type) -> QuantizedRows:
     """As `quantized`."""
     return BLOCKS[kind].read(raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
 
 
-def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.float32) -> Tensor:
+def values(raw: Tensor, kind: Type, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same as numbers [rows, values], of any type that ggml knows: plain ones as they are stored, codes in `dtype`
     (float32 or bf16) where the native kernels have them, others in float32.
 
@@ -66,7 +63,7 @@ def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.f
     return torch.from_numpy(dequantize(raw.contiguous().numpy(), kind))
 
 
-def _by_kernels(library: Any, raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+def _by_kernels(library: Any, raw: Tensor, kind: Type) -> QuantizedRows:
     size, like = GGML_QUANT_SIZES[kind][1], _first_block(kind)
     rows, blocks = raw.shape[0], raw.shape[1] // size
     made = {
@@ -83,7 +80,7 @@ _PARTS = ("codes", "scales", "mins", "supers", "super_mins")
 
 
 @cache
-def _first_block(kind: GGMLQuantizationType) -> QuantizedRows:
+def _first_block(kind: Type) -> QuantizedRows:
     """A block of zeros: the format."""
     return by_torch(torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8), kind)
 
@@ -245,7 +242,7 @@ def _pack_q4_k(rows: QuantizedRows) -> Bytes:
     middle = mins[:, :4] | (mins[:, 4:] >> 4 << 6)
     high = (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4)
     codes = rows.codes.numpy().reshape(blocks, 4, 2, 32)
-    fifth = [_single_bits(codes.reshape(blocks, 8, 32) >> 4)] if rows.bits == _FIVE else []
+    fifth = [_single_bits(codes.reshape(blocks, 8, 32) >> 4)] if rows.bits == 5 else []
     nibbles = (codes[:, :, 0] & 15) | ((codes[:, :, 1] & 15) << 4)
     halves = _float16((rows.supers, rows.super_mins), blocks)
     return np.concatenate([*halves, low, middle, high, *fifth, nibbles.reshape(blocks, 128)], axis=1)
@@ -277,9 +274,6 @@ def _float16(values: Sequence[Tensor | None], blocks: int) -> list[Bytes]:
     return [one.contiguous().numpy().view(np.uint8).reshape(blocks, 2) for one in values if one is not None]
 
 
-_FIVE = 5
-
-
 @dataclass(frozen=True)
 class GgufBlock:
     """A type of blocks whose weights are kept as codes."""
@@ -294,31 +288,27 @@ class GgufBlock:
 
 # Others are unpacked when they are read.
 BLOCKS = {
-    GGMLQuantizationType.Q4_0: GgufBlock(_q4_0, native=True),
-    GGMLQuantizationType.Q4_1: GgufBlock(_q4_1, native=True),
-    GGMLQuantizationType.Q5_0: GgufBlock(_q5_0, native=True),
-    GGMLQuantizationType.Q5_1: GgufBlock(_q5_1, native=True),
-    GGMLQuantizationType.Q8_0: GgufBlock(_q8_0, native=True),
-    GGMLQuantizationType.Q2_K: GgufBlock(
-        _q2_k, codec=replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), pack=_pack_q2_k
-    ),
-    GGMLQuantizationType.Q3_K: GgufBlock(_q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k),
-    GGMLQuantizationType.Q4_K: GgufBlock(_q4_k, native=True, codec=CODECS["q4_k"], pack=_pack_q4_k),
-    GGMLQuantizationType.Q5_K: GgufBlock(
-        _q5_k, native=True, codec=replace(CODECS["q4_k"], name="q5_k", bits=_FIVE), pack=_pack_q4_k
-    ),
-    GGMLQuantizationType.Q6_K: GgufBlock(_q6_k, native=True, codec=CODECS["q6_k"], pack=_pack_q6_k),
-    GGMLQuantizationType.IQ4_NL: GgufBlock(_iq4_nl),
-    GGMLQuantizationType.IQ4_XS: GgufBlock(_iq4_xs),
-    GGMLQuantizationType.MXFP4: GgufBlock(_mxfp4),
-    GGMLQuantizationType.NVFP4: GgufBlock(gguf_grids.nvfp4),
-    GGMLQuantizationType.IQ1_S: GgufBlock(gguf_grids.iq1_s),
-    GGMLQuantizationType.IQ1_M: GgufBlock(gguf_grids.iq1_m),
-    GGMLQuantizationType.IQ2_XXS: GgufBlock(gguf_grids.iq2_xxs),
-    GGMLQuantizationType.IQ2_XS: GgufBlock(gguf_grids.iq2_xs),
-    GGMLQuantizationType.IQ2_S: GgufBlock(gguf_grids.iq2_s),
-    GGMLQuantizationType.IQ3_XXS: GgufBlock(gguf_grids.iq3_xxs),
-    GGMLQuantizationType.IQ3_S: GgufBlock(gguf_grids.iq3_s),
-    GGMLQuantizationType.TQ1_0: GgufBlock(gguf_grids.tq1_0),
-    GGMLQuantizationType.TQ2_0: GgufBlock(gguf_grids.tq2_0),
+    Type.Q4_0: GgufBlock(_q4_0, native=True),
+    Type.Q4_1: GgufBlock(_q4_1, native=True),
+    Type.Q5_0: GgufBlock(_q5_0, native=True),
+    Type.Q5_1: GgufBlock(_q5_1, native=True),
+    Type.Q8_0: GgufBlock(_q8_0, native=True),
+    Type.Q2_K: GgufBlock(_q2_k, codec=replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), pack=_pack_q2_k),
+    Type.Q3_K: GgufBlock(_q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k),
+    Type.Q4_K: GgufBlock(_q4_k, native=True, codec=CODECS["q4_k"], pack=_pack_q4_k),
+    Type.Q5_K: GgufBlock(_q5_k, native=True, codec=replace(CODECS["q4_k"], name="q5_k", bits=5), pack=_pack_q4_k),
+    Type.Q6_K: GgufBlock(_q6_k, native=True, codec=CODECS["q6_k"], pack=_pack_q6_k),
+    Type.IQ4_NL: GgufBlock(_iq4_nl),
+    Type.IQ4_XS: GgufBlock(_iq4_xs),
+    Type.MXFP4: GgufBlock(_mxfp4),
+    Type.NVFP4: GgufBlock(gguf_grids.nvfp4),
+    Type.IQ1_S: GgufBlock(gguf_grids.iq1_s),
+    Type.IQ1_M: GgufBlock(gguf_grids.iq1_m),
+    Type.IQ2_XXS: GgufBlock(gguf_grids.iq2_xxs),
+    Type.IQ2_XS: GgufBlock(gguf_grids.iq2_xs),
+    Type.IQ2_S: GgufBlock(gguf_grids.iq2_s),
+    Type.IQ3_XXS: GgufBlock(gguf_grids.iq3_xxs),
+    Type.IQ3_S: GgufBlock(gguf_grids.iq3_s),
+    Type.TQ1_0: GgufBlock(gguf_grids.tq1_0),
+    Type.TQ2_0: GgufBlock(gguf_grids.tq2_0),
 }
