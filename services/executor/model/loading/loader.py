@@ -41,6 +41,7 @@ from services.executor.model.loading.text_models import know_causal
 from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.parallel.latent import register_latent_attention
 from services.executor.model.parallel.layers import (
+    LIKE_MODULE,
     LinearShard,
     StoredExperts,
     TensorSlice,
@@ -110,7 +111,7 @@ def load_model(
         def with_experts(parameter: _Parameter) -> bool:
             if platform_of(device).is_host:
                 return of_host and (dtype is torch.bfloat16 or quantizes_experts)
-            return dtype is torch.bfloat16 and parameter.stored is None
+            return dtype is torch.bfloat16 and parameter.stored == LIKE_MODULE
 
         model, plan = _planned(
             directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts, context
@@ -294,13 +295,12 @@ class _Parameter:
     # (module, attribute): more than one where parameters are tied.
     targets: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # what the model calls it
-    stored: StoredExperts | None = None  # how files have it, where it is experts' and otherwise than the model does
+    stored: StoredExperts = LIKE_MODULE  # how files have it
 
     @property
     def of_experts(self) -> bool:
         """Whether it is read as the weights [out, in] of all experts, one below the other."""
-        turned = self.stored is not None and self.stored.outputs_first
-        return turned or all(holds_experts(module, leaf) for module, leaf in self.targets)
+        return self.stored.outputs_first or all(holds_experts(module, leaf) for module, leaf in self.targets)
 
     @property
     def may_be_quantized(self) -> bool:
@@ -358,8 +358,7 @@ def plan_reads(
         content, piece = sources.parameters[found], parameter.piece
         if found in sources.outputs_first:
             parameter.stored = StoredExperts.of(*parameter.targets[0], sources.outputs_first[found])
-        if piece is not None and parameter.stored is not None:
-            piece = parameter.stored.piece(piece)
+        piece = piece and parameter.stored.piece(piece)
         if piece is not None and piece.transposed:
             content = content.transposed(0, 1)
         _check_shape(found, parameter, content.shape)
@@ -381,8 +380,7 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
     expected = list(parameter.shape)
     if parameter.piece is not None:
         expected[parameter.piece.dim] = parameter.piece.full
-    if parameter.stored is not None:
-        expected = parameter.stored.shape(expected)
+    expected = parameter.stored.shape(expected)
     if list(stored) != expected:
         raise ModelLoadError(
             f"The tensor {name} has the shape {list(stored)} where config.json calls for {expected}; "
@@ -410,10 +408,7 @@ def place(parameter: _Parameter, held: Weight) -> None:
                 assert isinstance(module, WeightShard), "only linear layers, embeddings and experts are quantised"
                 module.keep_quantized(held)
         return
-    if parameter.stored is not None:
-        held = parameter.stored.restored(held.view(parameter.stored.shape(list(parameter.shape))))
-    elif parameter.of_experts:
-        held = held.view(parameter.shape)
+    held = parameter.stored.restored(held.view(parameter.stored.shape(list(parameter.shape))))
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
     for module, attribute in parameter.targets:
         setattr(module, attribute, value)

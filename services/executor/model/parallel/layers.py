@@ -16,7 +16,7 @@ Norms of queries and keys:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -114,18 +114,18 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of all experts of a layer, as 
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """How files, and codes, hold a parameter of experts otherwise than their module."""
+    """How files, and codes, hold a parameter; of experts it may be otherwise than their module does."""
 
-    outputs_first: bool  # [experts, out, in], where the module has [experts, in, out]
-    halves: bool  # all gate values before all up values, which take turns in the module
+    outputs_first: bool = False  # [experts, out, in], where the module has [experts, in, out]
+    halves: bool = False  # all gate values before all up values, which take turns in the module
 
     @classmethod
-    def of(cls, module: Any, name: str, halves: bool) -> "StoredExperts | None":
+    def of(cls, module: Any, name: str, halves: bool) -> Self:
         """Of parameter `name` of `module` in files that have outputs first; `halves`: and all gate values before all up
-        values. None: as the module has it."""
+        values."""
         first = name in EXPERT_WEIGHTS and bool(getattr(module, "is_transposed", False))
         joined = halves and name.startswith(EXPERT_WEIGHTS[0]) and not getattr(module, "is_concatenated", True)
-        return cls(first, joined) if first or joined else None
+        return cls(first, joined)
 
     def shape(self, shape: list[int]) -> list[int]:
         """The files', of the module's `shape`."""
@@ -154,8 +154,11 @@ def holds_experts(module: nn.Module, name: str) -> bool:
     return name in ("up_proj", *EXPERT_WEIGHTS) and plain and hasattr(module, name)  # some have no gate
 
 
+LIKE_MODULE = StoredExperts()
+
+
 def keep_quantized_experts(
-    module: nn.Module, name: str, weight: "CodedWeight | None", stored: StoredExperts | None = None
+    module: nn.Module, name: str, weight: "CodedWeight | None", stored: StoredExperts = LIKE_MODULE
 ) -> None:
     """Holds `weight` [experts * out, in], in the order of `stored`, in place of the plain one; None: neither."""
     plain: nn.Parameter = getattr(module, name)
@@ -176,9 +179,9 @@ def quantized_experts(module: nn.Module) -> "dict[str, CodedWeight]":
     return {name: kept for name, kept in module.__dict__.get(_QUANTIZED, {}).items() if kept is not None}
 
 
-def stored_of(module: nn.Module, name: str) -> StoredExperts | None:
-    """The order of what `keep_quantized_experts` was given; None: the module's."""
-    stored: StoredExperts | None = module.__dict__.get(_STORED, {}).get(name)
+def stored_of(module: nn.Module, name: str) -> StoredExperts:
+    """The order of what `keep_quantized_experts` was given."""
+    stored: StoredExperts = module.__dict__.get(_STORED, {}).get(name, LIKE_MODULE)
     return stored
 
 
@@ -199,9 +202,8 @@ def expert_product(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 def takes_turns(module: nn.Module, name: str) -> bool:
     """Whether gate and up values of `expert_weight_of` take turns, where that is quantised."""
-    stored = stored_of(module, name)
     concatenated: bool = getattr(module, "is_concatenated", True)
-    return name == EXPERT_WEIGHTS[0] and not concatenated and not (stored is not None and stored.halves)
+    return name == EXPERT_WEIGHTS[0] and not concatenated and not stored_of(module, name).halves
 
 
 def unpack_experts(model: nn.Module) -> None:
@@ -217,10 +219,9 @@ def unpack_experts(model: nn.Module) -> None:
             for expert in range(count):
                 rows = kept.rows(expert * outputs, (expert + 1) * outputs)
                 experts[expert] = (rows.read() if isinstance(rows, DeferredRows) else rows).dequantized()
-            stored: StoredExperts | None = module.__dict__[_STORED].pop(name)
-            experts = experts if stored is None else stored.restored(experts)
-            setattr(module, name, nn.Parameter(experts, requires_grad=False))
-        module.__dict__.pop(_QUANTIZED, None)
+            setattr(module, name, nn.Parameter(stored_of(module, name).restored(experts), requires_grad=False))
+        for held in (_QUANTIZED, _STORED):
+            module.__dict__.pop(held, None)
 
 
 class WeightShard(nn.Module):
