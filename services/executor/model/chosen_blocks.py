@@ -73,8 +73,6 @@ class _Indexer:
         )
 
     def _of_decodes(self, step: StepContext, queries: Tensor) -> list[Tensor]:
-        if not step.num_decodes:
-            return []
         batch, made = step.decodes(None), []
         for bucket in batch.buckets:
             own = batch.rows_of(bucket, queries.device)

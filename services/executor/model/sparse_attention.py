@@ -42,9 +42,8 @@ def choose(step: StepContext, page: int, layer: int, query: Tensor) -> BlockChoi
     `query` [T, kv heads, group, d]; the step's keys, and summaries, are written.
     """
     decodes = []
-    batch = step.decodes(None) if step.num_decodes else None
-    for bucket in batch.buckets if batch else ():
-        assert batch is not None
+    batch = step.decodes(None)
+    for bucket in batch.buckets:
         own = batch.rows_of(bucket, query.device).tolist()
         blocks = bucket.mask.shape[-1] // step.store.block_size
         read = torch.stack([_read_by(step, page, layer, row, row, query[row], blocks) for row in own])
