@@ -112,7 +112,7 @@ def _pack_experts(module: Any, packed: Callable[[QuantizedRows | DeferredRows, N
         if not isinstance(weight, QuantizedRows | DeferredRows):
             continue
         products = [packed(cast("DeferredRows", one), None) for one in split_evenly(weight, module.num_experts)]
-        halves = (stored := stored_of(module, name)) is not None and stored.halves
+        halves = stored_of(module, name).halves
         multiply_experts_by(module, name, [partial(_in_turns, one) for one in products] if halves else [*products])
         keep_quantized_experts(module, name, None)
         if "forward" not in module.__dict__:  # it has none of our own

@@ -58,8 +58,6 @@ class GgufArchitecture:
     # or from which tensors there are
     computed: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # other keys without which the model cannot be built
-    # Its byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which.
-    splits_by_name: bool = False
     # Layers of Gemma's 27B, which scales queries by the width over the heads; smaller ones by the width of a head
     largest: int = 0
     rotates_in_part: bool = False  # `rope.dimension_count` may be a part of a head

@@ -94,8 +94,8 @@ def paged_attention(
         keep_lines(step, page, lines)
         out = _attend_to_blocks(step, page, grouped, lines, rule, block_indices)
     else:
-        chooses = reach is None and not reads_only and step.chooses(page, _layer_of(module))
-        choosing = _layer_of(module) if chooses else None
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        choosing = layer if reach is None and not reads_only and step.chooses(page, layer) else None
         how = (rule, reach, value.shape[-1])
         out = attend(step, page, grouped, lines, *how, reads_only=reads_only, choosing=choosing)
     step.on_layer()
@@ -105,11 +105,6 @@ def paged_attention(
 def page_of(module: nn.Module) -> int:
     """The page layer that holds what an attention module attends to."""
     layer: int = module.__dict__.get(PAGE_ATTRIBUTE, module.layer_idx)
-    return layer
-
-
-def _layer_of(module: nn.Module) -> int:
-    layer: int = module.layer_idx  # type: ignore[assignment]
     return layer
 
 

@@ -73,8 +73,6 @@ class _Indexer:
         )
 
     def _of_decodes(self, step: StepContext, queries: Tensor) -> list[Tensor]:
-        if not step.num_decodes:
-            return []
         batch, made = step.decodes(None), []
         for bucket in batch.buckets:
             own = batch.rows_of(bucket, queries.device)
@@ -87,9 +85,7 @@ class _Indexer:
 
     def _of_chunk(self, step: StepContext, chunk: PrefillChunk, queries: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
         keys = lines_of(step, self._page, chunk, (line,))[0][0]
-        count = keys.shape[0]
-        every = torch.arange(count, device=keys.device)
-        positions = every if chunk.positions is None else chunk.positions
+        count, positions = keys.shape[0], chunk.key_positions(keys.device)
         blocks = self._block_of(positions)
         rows = max(1, _MOST_BYTES // (queries.shape[1] * count * torch.float32.itemsize))
         parts = []

@@ -19,7 +19,6 @@ _SIZES: dict[str, int] = {
             "num_attention_heads",
             "num_key_value_heads",
             "linear_num_heads",
-            "linear_num_heads",
             "linear_num_key_heads",
             "linear_num_value_heads",
             "mamba_n_heads",
@@ -37,7 +36,6 @@ _SIZES: dict[str, int] = {
         (
             "hidden_size",
             "head_dim",
-            "linear_head_dim",
             "linear_head_dim",
             "linear_key_head_dim",
             "linear_value_head_dim",

@@ -102,8 +102,6 @@ class _Indexer:
         return torch.cat(parts[0], dim=-1), torch.cat(parts[1], dim=-1)
 
     def _of_decodes(self, step: StepContext, queries: Tensor, weights: Tensor) -> list[Tensor | None]:
-        if not step.num_decodes:
-            return []
         batch = step.decodes(None)
         made: list[Tensor | None] = []
         for bucket in batch.buckets:

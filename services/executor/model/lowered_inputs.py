@@ -5,9 +5,8 @@ rz_inputs).
     layer    x + norm(projection(activation(gate(x)) * the layer's input))
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,16 +34,11 @@ class ModelInputs:
     scales: InputScales
 
 
-@dataclass(frozen=True)
-class LayerInput:
+class LayerInput(NamedTuple):
     """What a layer makes of its input."""
 
     gate: LinearShard
     projection: LinearShard
-
-    @property
-    def linears(self) -> Iterator[LinearShard]:
-        yield from (self.gate, self.projection)
 
 
 def lower_inputs(base: Any, dtype: torch.dtype) -> ModelInputs | None:

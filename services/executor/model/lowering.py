@@ -276,7 +276,7 @@ def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
     for part in (layer.attention, recurrent, layer.feed_forward):
         yield from (module for module in part.modules() if isinstance(module, LinearShard)) if part else ()
     if layer.input is not None:
-        yield from layer.input.linears
+        yield from layer.input
 
 
 def release(module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Matrix products of models that PyTorch runs, by weights that are plain tensors or codes (`weight_formats.py`)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,32 +17,16 @@ Product = Callable[[Tensor], Tensor]
 MakeProduct = Callable[[Weight, Tensor | None], Product]
 
 
-class UnpackedProduct:
-    """With a weight that is unpacked for every product."""
-
-    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight.dequantized().to(x), self._bias)
-
-
-class PlainProduct:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
-
-
 def make_product(weight: Weight, bias: Tensor | None) -> Product:
-    """`weight` [out, in] and `bias` [out], on the device they are used on."""
+    """`weight` [out, in] and `bias` [out], on the device they are used on. One of codes is unpacked for every
+    product."""
     if isinstance(weight, Tensor):
-        return PlainProduct(weight, bias)
+        return partial(functional.linear, weight=weight, bias=bias)
     if isinstance(weight, DeferredRows):
         weight = weight.read()
     assert isinstance(weight, QuantizedRows), "others are of one backend, which multiplies by them"
-    return UnpackedProduct(weight, bias)
+    rows = weight
+    return lambda x: functional.linear(x, rows.dequantized().to(x), bias)
 
 
 def use_products(model: Any, make: MakeProduct = make_product) -> None:

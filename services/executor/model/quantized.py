@@ -134,18 +134,16 @@ class QuantizedRows:
         finer = self.regrouped(group)
         per = math.gcd(finer.per, width // group)
         parts = {}
-        for name in _ROW_PARTS:
-            if (part := getattr(finer, name)) is not None:
-                shared = finer.per // per if "super" in name else 1
-                blocks = part.repeat_interleave(shared, dim=1).unflatten(1, (len(order), -1))
-                parts[name] = blocks[:, order].flatten(1)
-        return replace(finer, per=per, **parts)
+        for name, part in _held(finer).items():
+            shared = finer.per // per if "super" in name else 1
+            blocks = part.repeat_interleave(shared, dim=1).view(len(part), len(order), -1)
+            parts[name] = blocks[:, order].flatten(1)
+        return replace(finer, per=per, **parts)  # type: ignore[arg-type]
 
     def copy_from(self, other: "QuantizedRows") -> None:
         """Takes over the rows of `other`, as many and of the same format, into the memory of this one."""
-        for name in _ROW_PARTS:
-            if (part := getattr(self, name)) is not None:
-                part.copy_(getattr(other, name))
+        for name, part in _held(self).items():
+            part.copy_(getattr(other, name))
 
     def picked(self, outputs: Tensor) -> "QuantizedRows":
         """The outputs of those numbers, int64 [n], in that order. A copy."""
@@ -165,11 +163,7 @@ class QuantizedRows:
         first = weights[0]
         if not all(first.same_format(other) for other in weights[1:]):
             raise ValueError("weights of different formats cannot be joined")
-        parts = {
-            name: torch.cat([getattr(weight, name) for weight in weights])
-            for name in _ROW_PARTS
-            if getattr(first, name) is not None
-        }
+        parts = {name: torch.cat([getattr(weight, name) for weight in weights]) for name in _held(first)}
         return replace(first, **parts)  # type: ignore[arg-type]
 
     def plain(self, bits: int, group: int) -> "QuantizedRows":
@@ -316,21 +310,16 @@ class QuantizedRows:
         return ""
 
     def _of_each_row(self, select) -> "QuantizedRows":  # type: ignore[no-untyped-def]
-        parts = {name: select(part) for name in _ROW_PARTS if (part := getattr(self, name)) is not None}
-        return replace(self, **parts)
+        return replace(self, **{name: select(part) for name, part in _held(self).items()})
 
     def regrouped(self, group: int) -> "QuantizedRows":
         """The same values in groups of `group`, which divides those that there are."""
         times = self.group // group
         if times == 1:
             return self
-        parts = {
-            name: part.repeat_interleave(times, dim=1)
-            for name in ("scales", "mins", "zeros")
-            if (part := getattr(self, name)) is not None
-        }
+        parts = {name: part.repeat_interleave(times, dim=1) for name, part in _held(self, _BY_GROUP).items()}
         per = self.per * times if self.supers is not None else 1
-        return replace(self, group=group, per=per, **parts)
+        return replace(self, group=group, per=per, **parts)  # type: ignore[arg-type]
 
     def _permuted_columns(self, first: int, end: int) -> "QuantizedRows":
         """Each group keeps the columns that are asked for, filled up to a multiple of 16."""
@@ -346,12 +335,8 @@ class QuantizedRows:
             kept.append(filled)
             groups += [number] * chunks
         columns, of = torch.cat(kept), torch.tensor(groups)
-        supers = {
-            name: part[:, of // self.per]
-            for name in ("supers", "super_mins")
-            if (part := getattr(self, name)) is not None
-        }
-        parts = {name: part[:, of] for name in ("scales", "mins", "zeros") if (part := getattr(self, name)) is not None}
+        parts = {name: part[:, of] for name, part in _held(self, _BY_GROUP).items()}
+        parts |= {name: part[:, of // self.per] for name, part in _held(self, _ABOVE_GROUPS).items()}
         return replace(
             self,
             codes=self.codes[:, columns.clamp(min=0)],
@@ -359,8 +344,7 @@ class QuantizedRows:
             per=1,
             permutation=torch.where(columns < 0, -1, order[columns.clamp(min=0)] - first).int(),
             of_inputs=end - first,
-            **parts,
-            **supers,
+            **parts,  # type: ignore[arg-type]
         )
 
 
@@ -394,7 +378,13 @@ class DeferredRows:
         return self.reader(self.first, self.end)
 
 
-_ROW_PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")
+_BY_GROUP, _ABOVE_GROUPS = ("scales", "mins", "zeros"), ("supers", "super_mins")
+ROW_PARTS = ("codes", *_BY_GROUP, *_ABOVE_GROUPS)
+
+
+def _held(weight: QuantizedRows, names: Sequence[str] = ROW_PARTS) -> dict[str, Tensor]:
+    """Of these parts those that there are."""
+    return {name: part for name in names if (part := getattr(weight, name)) is not None}
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -404,8 +394,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _format(weight: QuantizedRows) -> tuple[object, ...]:
-    parts = [getattr(weight, name) for name in _ROW_PARTS]
-    dtypes = [None if part is None else part.dtype for part in parts]
+    dtypes = ((name, part.dtype) for name, part in _held(weight).items())
     sizes = (weight.bits, weight.group, weight.per, weight.inputs, weight.columns_stored)
     return (*sizes, weight.offset, weight.table, weight.floats, *dtypes)
 
@@ -414,10 +403,7 @@ def _cut_groups(weight: QuantizedRows, first: int, end: int) -> QuantizedRows:
     """The groups [first, end) of a weight without a permutation."""
     per = math.gcd(weight.per, first, end)
     parts = {"codes": weight.codes[:, first * weight.group : end * weight.group]}
-    for name in ("scales", "mins", "zeros"):
-        if (part := getattr(weight, name)) is not None:
-            parts[name] = part[:, first:end]
-    for name in ("supers", "super_mins"):
-        if (part := getattr(weight, name)) is not None:
-            parts[name] = part.repeat_interleave(weight.per // per, dim=1)[:, first // per : end // per]
+    parts |= {name: part[:, first:end] for name, part in _held(weight, _BY_GROUP).items()}
+    for name, part in _held(weight, _ABOVE_GROUPS).items():
+        parts[name] = part.repeat_interleave(weight.per // per, dim=1)[:, first // per : end // per]
     return replace(weight, per=per, **parts)  # type: ignore[arg-type]

@@ -7,21 +7,21 @@ values counting for more (`native/quantize.c`).
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.executor.core.weight_formats import WEIGHT_FORMATS, Scaling, WeightFormat
-from services.executor.model.quantized import E4M3, QuantizedRows
-from services.executor.native.library import RzCodes, best_level, compiled, kernels_at
+from services.executor.model.quantized import E4M3, ROW_PARTS, QuantizedRows
+from services.executor.native.library import RzCodes, best_level, kernels_at
 from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `decoder.h` numbers them
 _PER_SUPER = 256  # inputs under one float16 of two levels, at most
 _WORTH_A_THREAD = 1 << 18  # values
-_PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,32 @@ class RowsCodec(WeightFormat):
         if codec.kind in (Scaling.SIGNED, Scaling.WITH_MINIMUMS):
             per = next(per for per in range(min(_PER_SUPER // group, groups), 0, -1) if groups % per == 0)
             whole = torch.int8 if codec.kind == Scaling.SIGNED else torch.uint8
-            small, supers = ((outputs, groups), whole), ((outputs, groups // per), torch.float16)
-            room |= {"per": per, "scales": _zeros(small), "supers": _zeros(supers)}
+            small = partial(torch.zeros, outputs, groups, dtype=whole)
+            supers = partial(torch.zeros, outputs, groups // per, dtype=torch.float16)
+            room |= {"per": per, "scales": small(), "supers": supers()}
             if codec.kind == Scaling.SIGNED:
                 return QuantizedRows(offset=1 << (codec.bits - 1), **room)
-            return QuantizedRows(mins=_zeros(small), super_mins=_zeros(supers), **room)
+            return QuantizedRows(mins=small(), super_mins=supers(), **room)
         if codec.kind == Scaling.E4M3:
-            room["scales"] = _zeros(((outputs, groups), torch.float32))
+            room["scales"] = torch.zeros(outputs, groups, dtype=torch.float32)
             return QuantizedRows(floats=E4M3, **room)
         of_rows = codec.kind == Scaling.SYMMETRIC and groups == 1
-        room["scales"] = _zeros(((outputs, groups), torch.float32 if of_rows else torch.float16))
+        room["scales"] = torch.zeros(outputs, groups, dtype=torch.float32 if of_rows else torch.float16)
         if codec.kind == Scaling.SYMMETRIC:
             return QuantizedRows(offset=128, **room)
-        return QuantizedRows(zeros=_zeros(((outputs, groups), torch.uint8)), **room)
+        return QuantizedRows(zeros=torch.zeros(outputs, groups, dtype=torch.uint8), **room)
 
     def encode_into(self, room: QuantizedRows, weight: Tensor) -> None:
         """Fills `room` from `weight` [out, in], floats on the host, with as many threads as PyTorch has."""
-        if compiled() is None or not best_level():
+        if not (level := best_level()):
             raise ConfigurationError(
                 "Weights are quantized by the compiled kernels, which this installation or processor lacks; choose "
                 "unquantized weights."
             )
-        kernels = kernels_at(best_level())
+        kernels = kernels_at(level)
         codec, group = self._fitting(weight.shape[1])
         weight = weight if weight.dtype in _TYPES and weight.stride(1) == 1 else weight.float().contiguous()
-        parts = [getattr(room, name) for name in _PARTS]
+        parts = [getattr(room, name) for name in ROW_PARTS]
         held = [parts[0], parts[1], parts[3] if parts[2] is None else parts[2], parts[4], parts[5]]
         assert all(part is None or part.stride(1) == 1 for part in held), "rooms are whole rows"
         into = RzCodes(
@@ -91,10 +92,6 @@ class RowsCodec(WeightFormat):
             return self, self.group or inputs
         finer = next((group for group in (64, 32, 16) if group < self.group and inputs % group == 0), 0)
         return (self, finer) if finer else (CODECS["int8"], inputs)
-
-
-def _zeros(spec: tuple[tuple[int, int], torch.dtype]) -> Tensor:
-    return torch.zeros(spec[0], dtype=spec[1])
 
 
 CODECS = {name: RowsCodec(**vars(one)) for name, one in WEIGHT_FORMATS.items()}

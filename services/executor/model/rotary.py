@@ -15,7 +15,7 @@ import math
 from typing import Any, Literal
 
 import msgspec
-from torch import Tensor, nn
+from torch import nn
 
 from services.executor.model.catalogue import ORIGINAL_LENGTH, longest_context, ropes_of
 
@@ -98,11 +98,7 @@ def _fix_recomputed(module: Any, context: int) -> float:
     Returns the scale of cosines and sines."""
     rope = module.config.rope_parameters
     scaling = float(rope["long_mscale" if context > rope[ORIGINAL_LENGTH] else "short_mscale"])
-
-    def fixed(config: Any) -> tuple[Tensor, float]:
-        return module.inv_freq, scaling
-
-    module.rope_init_fn = fixed
+    module.rope_init_fn = lambda config: (module.inv_freq, scaling)
     module.config = copy.copy(module.config)
     module.config.rope_parameters = {**rope, "rope_type": "default"}  # so that it asks for no length
     return scaling

@@ -42,9 +42,8 @@ def choose(step: StepContext, page: int, layer: int, query: Tensor) -> BlockChoi
     `query` [T, kv heads, group, d]; the step's keys, and summaries, are written.
     """
     decodes = []
-    batch = step.decodes(None) if step.num_decodes else None
-    for bucket in batch.buckets if batch else ():
-        assert batch is not None
+    batch = step.decodes(None)
+    for bucket in batch.buckets:
         own = batch.rows_of(bucket, query.device).tolist()
         blocks = bucket.mask.shape[-1] // step.store.block_size
         read = torch.stack([_read_by(step, page, layer, row, row, query[row], blocks) for row in own])
@@ -60,13 +59,7 @@ def _of_chunk(
     step: StepContext, page: int, layer: int, sequence: int, chunk: PrefillChunk, query: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `BlockChoice.prefills`."""
-    size, device = step.store.block_size, query.device
-    if chunk.positions is not None:
-        positions = chunk.positions
-    else:
-        keys = chunk.stop - chunk.start if chunk.mask is None else chunk.mask.shape[-1]
-        positions = torch.arange(keys, device=device)
-    blocks = positions.div(size, rounding_mode="floor")
+    blocks = chunk.key_positions(query.device).div(step.store.block_size, rounding_mode="floor")
     count = int(blocks.max()) + 1
     rows = range(chunk.start, chunk.stop)
     read = [_read_by(step, page, layer, sequence, row, query[row], count) for row in rows]

@@ -102,7 +102,7 @@ def attend_prefill(
     keys = keys.unsqueeze(1).expand(-1, group, -1, -1)
     values = values.unsqueeze(1).expand(-1, group, -1, -1)
     if mask is None and not (rule.is_plain and rule.key_bias is None):
-        mask = _causal(queries)
+        mask = causal(queries.shape[-2], queries.device, queries.dtype)
     if rule.key_bias is not None and mask is not None:
         mask = mask + _bias(rule.key_bias, mask, positions).unsqueeze(-2)
     if rule.is_plain:
@@ -135,10 +135,9 @@ def _bias(key_bias: KeyBias, mask: Tensor, positions: Tensor | None = None) -> T
     return key_bias(keys).to(mask.dtype)
 
 
-def _causal(queries: Tensor) -> Tensor:
-    rows = queries.shape[-2]
-    hidden = torch.full((rows, rows), float("-inf"), dtype=queries.dtype, device=queries.device)
-    return hidden.triu(1)
+def causal(rows: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The mask [rows, rows] of a chunk that starts its sequence."""
+    return torch.full((rows, rows), float("-inf"), dtype=dtype, device=device).triu(1)
 
 
 _CPU_GATHER_BYTES = 4 << 20  # keys and values gathered at once on a CPU: about what its caches hold
@@ -218,6 +217,12 @@ class PrefillChunk:
     # int64 [keys]: of the keys, where some are there twice; None: they follow each other from the first one read.
     positions: Tensor | None = None
 
+    def key_positions(self, device: torch.device) -> Tensor:
+        """int64 [keys]: `positions`, or those that follow each other."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.stop - self.start if self.mask is None else self.mask.shape[1], device=device)
+
 
 @dataclass(frozen=True)
 class BlockChoice:
@@ -274,7 +279,6 @@ class StepContext:
         self._table_starts: Int64Array = np.cumsum(blocks) - blocks
         choices = as_int32(plan.sparse).reshape(-1, FIELDS).tolist()
         self._choices = [SparsePattern(*choice) for choice in choices]
-        self._recurrent: RecurrentBatch | None = None
         self._plan = plan
         self._decodes: dict[Reach, DecodeBatch] = {}
         self._prefills: dict[Reach, list[PrefillChunk]] = {}
@@ -345,14 +349,9 @@ class StepContext:
             ]
         return self._prefills[reach]
 
-    @property
-    def recurrent(self) -> "RecurrentBatch":
+    @cached_property
+    def recurrent(self) -> RecurrentBatch:
         """What layers with recurrent state need to know."""
-        if self._recurrent is None:
-            self._recurrent = self._recurrent_batch()
-        return self._recurrent
-
-    def _recurrent_batch(self) -> "RecurrentBatch":
         slots = as_int32(self._plan.state_slots).tolist()
         fresh = (self._context_lens == self._query_lens).tolist()
         ends = np.cumsum(self._query_lens).tolist()

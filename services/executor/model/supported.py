@@ -11,7 +11,7 @@ import msgspec
 
 from services.executor.families.family import ModelFamily
 from services.executor.families.registry import DECODERS, ENCODERS
-from services.executor.model.catalogue import REFUSED
+from services.executor.model.catalogue import REFUSED, Unsupported
 from services.executor.model.states.catalog import STATE_KINDS
 
 
@@ -25,16 +25,9 @@ class Supported(msgspec.Struct, frozen=True):
     state: list[str]  # kinds of state that its layers keep
 
 
-class UnsupportedArchitectures(msgspec.Struct, frozen=True):
-    """Architectures that are not served."""
-
-    because: str
-    model_types: list[str]
-
-
 class Catalogue(msgspec.Struct, frozen=True):
     served: list[Supported]
-    refused: list[UnsupportedArchitectures]
+    refused: tuple[Unsupported, ...]
 
 
 def state_of(row: ModelFamily) -> list[str]:
@@ -54,7 +47,7 @@ def catalogue() -> Catalogue:
             Supported(name, row.title, row.examples, row.shown, state_of(row))
             for name, row in sorted({**DECODERS, **ENCODERS}.items(), key=lambda item: item[1].title.lower())
         ],
-        [UnsupportedArchitectures(row.because, row.model_types) for row in REFUSED],
+        REFUSED,
     )
 
 

@@ -25,7 +25,7 @@ class TokenLines:
         """The lines [E, d] that end in this step, once they are stored. `given` [T, width]: what the step's tokens
         give, which goes to `kept` [slots, span, width] too; `make` makes lines of [E, span, width] and int64 [E], the
         positions of the first of their tokens."""
-        ends = _ends(step, self.tokens, self.span)
+        ends = step.once(("ends", self.tokens, self.span), lambda: _Ends(step, self.tokens, self.span))
         lines = make(ends.tokens_of(kept, given), ends.positions)
         keep_lines(step, self.page, (lines.unsqueeze(0),), slots=ends.slots)
         return lines
@@ -112,10 +112,6 @@ class _Ends:
         return torch.cat((kept[self._alone, self._order], *parts))
 
 
-def _ends(step: StepContext, tokens: int, span: int) -> _Ends:
-    return step.once(("ends", tokens, span), lambda: _Ends(step, tokens, span))
-
-
 def rows_that_end(step: StepContext, tokens: int) -> Int64Array:
     """int64 [E]: the rows of a step at which lines of so many tokens end."""
     rows: Int64Array = np.flatnonzero((step.positions_on_host + 1) % tokens == 0)
@@ -129,8 +125,7 @@ def _lines_of(step: StepContext, chunk: PrefillChunk, tokens: int) -> tuple[Tens
     device = step.store.device
     if chunk.blocks is not None:
         assert chunk.mask is not None, "a chunk behind others sees no more than they are"
-        every = torch.arange(chunk.mask.shape[1], device=device) if chunk.positions is None else chunk.positions
-        ends = ((every + 1) % tokens == 0).nonzero().squeeze(1)
+        ends = ((chunk.key_positions(device) + 1) % tokens == 0).nonzero().squeeze(1)
         return ends, chunk.mask[:, ends] != 0
     rows = rows_that_end(step, tokens)
     own = np.flatnonzero((rows >= chunk.start) & (rows < chunk.stop))

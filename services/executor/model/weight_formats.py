@@ -50,7 +50,8 @@ class Packed(Protocol):
         ...
 
 
-Weight = Tensor | Quantized | QuantizedRows | DeferredRows | Packed  # [out, in]
+CodedWeight = Quantized | QuantizedRows | DeferredRows | Packed  # [out, in]; of experts all of a layer's, as one
+Weight = Tensor | CodedWeight
 
 
 WeightCodec = Codec | RowsCodec  # a way to quantise a weight: the first on GPUs alone

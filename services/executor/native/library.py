@@ -59,10 +59,14 @@ PARTS = (
 )
 
 
+def _each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one kind, one after the other."""
+    return [(name, kind) for name in names.split()]
+
+
 class RzFormat(ctypes.Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("bits", "columns", "group", "per", "scale_type", "super_type")),
-        *((name, c_int32) for name in ("minimums", "offset", "has_table")),
+        *_each(c_int32, "bits columns group per scale_type super_type minimums offset has_table"),
         ("table", c_int8 * 16),
         ("floats", c_int32),
         ("float_table", c_uint16 * 16),
@@ -86,7 +90,7 @@ class RzLowRank(ctypes.Structure):
 class RzAdapted(ctypes.Structure):
     """`rz_adapted` of `decoder.h`."""
 
-    _fields_ = [(name, c_void_p) for name in ("first", "blocks", "slots")]
+    _fields_ = _each(c_void_p, "first blocks slots")
 
 
 class RzLinear(ctypes.Structure):
@@ -105,30 +109,26 @@ class RzCodes(ctypes.Structure):
     """`rz_codes` of `quantized.h`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("codes", "scales", "minimums", "supers", "super_minimums")),
-        *((name, c_int64) for name in ("outputs", "code_stride", "scale_stride", "minimum_stride")),
-        *((name, c_int64) for name in ("super_stride", "super_minimum_stride")),
+        *_each(c_void_p, "codes scales minimums supers super_minimums"),
+        *_each(c_int64, "outputs code_stride scale_stride minimum_stride super_stride super_minimum_stride"),
     ]
 
 
 class RzSharedHead(ctypes.Structure):
-    _fields_ = [(name, c_int32) for name in ("kv_head", "slot", "is_first", "first_share")]
+    _fields_ = _each(c_int32, "kv_head slot is_first first_share")
 
 
 class RzSpan(ctypes.Structure):
-    _fields_ = [("first", c_int32), ("count", c_int32)]
+    _fields_ = _each(c_int32, "first count")
 
 
 class RzExperts(ctypes.Structure):
     """`rz_experts` of `decoder.h`."""
 
     _fields_ = [
-        *((name, RzLinear) for name in ("router", "gate_up", "down", "shared_gate")),
-        ("correction", c_void_p),
-        ("scales", c_void_p),
-        *((name, c_void_p) for name in ("router_norm", "norm", "after_norm", "after_beside_norm")),
-        *((name, c_int32) for name in ("count", "chosen", "scores", "normalised", "groups", "top_groups")),
-        ("group_scores", c_int32),
+        *_each(RzLinear, "router gate_up down shared_gate"),
+        *_each(c_void_p, "correction scales router_norm norm after_norm after_beside_norm"),
+        *_each(c_int32, "count chosen scores normalised groups top_groups group_scores"),
         ("scale", c_float),
         ("streamed", c_int32),
     ]
@@ -138,12 +138,10 @@ class RzRecurrent(ctypes.Structure):
     """`rz_recurrent` of `decoder.h`."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("kind", "heads", "value_dim", "groups", "key_dim")),
-        *((name, c_int32) for name in ("first_output", "taps", "activated", "window_length")),
-        *((name, c_int32) for name in ("gate_first", "norms", "norm_columns", "norm_first", "shares_norm")),
-        *((name, c_float) for name in ("eps", "least_step", "most_step")),
-        *((name, c_void_p) for name in ("weights", "bias", "rates", "step_bias", "skips", "norm")),
-        *((name, c_void_p) for name in ("window", "state")),
+        *_each(c_int32, "kind heads value_dim groups key_dim first_output taps activated window_length gate_first"),
+        *_each(c_int32, "norms norm_columns norm_first shares_norm"),
+        *_each(c_float, "eps least_step most_step"),
+        *_each(c_void_p, "weights bias rates step_bias skips norm window state"),
         ("slot_stride", c_int64),
     ]
 
@@ -152,11 +150,10 @@ class RzLatent(ctypes.Structure):
     """`rz_latent` of `decoder.h`."""
 
     _fields_ = [
-        *((name, RzLinear) for name in ("query_b", "keys", "values")),
-        *((name, c_void_p) for name in ("query_norm", "norm")),
-        *((name, c_int32) for name in ("query_rank", "plain", "rotated", "rank", "value_dim")),
-        *((name, c_int32) for name in ("pairs", "position_span")),
-        *((name, c_float) for name in ("position_growth", "query_eps", "eps")),
+        *_each(RzLinear, "query_b keys values"),
+        *_each(c_void_p, "query_norm norm"),
+        *_each(c_int32, "query_rank plain rotated rank value_dim pairs position_span"),
+        *_each(c_float, "position_growth query_eps eps"),
     ]
 
 
@@ -165,16 +162,15 @@ class RzInputs(ctypes.Structure):
 
     _fields_ = [
         ("width", c_int32),
-        *((name, RzLinear) for name in ("table", "projection")),
+        *_each(RzLinear, "table projection"),
         ("norm", c_void_p),
-        *((name, c_float) for name in ("table_scale", "projection_scale", "scale")),
+        *_each(c_float, "table_scale projection_scale scale"),
     ]
 
 
 class RzHeads(ctypes.Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("q_heads", "kv_heads", "lines", "key_dim", "value_dim")),
-        *((name, c_int32) for name in ("first_output", "shared_in_ring", "shared_here")),
+        *_each(c_int32, "q_heads kv_heads lines key_dim value_dim first_output shared_in_ring shared_here"),
         ("shared", RzSharedHead * 2),
         ("counted", RzSpan * 2),
         ("all", c_int32 * 2),
@@ -183,35 +179,18 @@ class RzHeads(ctypes.Structure):
 
 class RzLayer(ctypes.Structure):
     _fields_ = [
-        ("attention_norm", c_void_p),
-        ("feed_forward_norm", c_void_p),
-        ("after_attention_norm", c_void_p),
-        ("after_feed_forward_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("sinks", c_void_p),
-        ("qkv", RzLinear),
-        ("output", RzLinear),
-        ("gate_up", RzLinear),
-        ("down", RzLinear),
-        ("input_gate", RzLinear),
-        ("input_projection", RzLinear),
+        *_each(c_void_p, "attention_norm feed_forward_norm after_attention_norm after_feed_forward_norm query_norm"),
+        *_each(c_void_p, "key_norm sinks"),
+        *_each(RzLinear, "qkv output gate_up down input_gate input_projection"),
         ("after_input_norm", c_void_p),
         ("experts", POINTER(RzExperts)),
         ("recurrent", POINTER(RzRecurrent)),
         ("latent", POINTER(RzLatent)),
-        *((name, c_int32) for name in ("heads", "reads_only", "keys_are_values", "norms_values", "gated")),
-        ("rotary", c_int32),
-        ("window", c_int32),
+        *_each(c_int32, "heads reads_only keys_are_values norms_values gated rotary window"),
         ("scale", c_float),
-        ("writable", c_void_p),
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("num_writable", c_int64),
-        ("codec", c_int64),
-        ("in_groups", c_int64),
-        ("summaries", c_void_p),
-        ("quantized_summaries", c_void_p),
+        *_each(c_void_p, "writable codes scales"),
+        *_each(c_int64, "num_writable codec in_groups"),
+        *_each(c_void_p, "summaries quantized_summaries"),
         ("chooses", c_int64),
         ("asked", c_void_p),
     ]
@@ -225,26 +204,14 @@ class RzPlace(ctypes.Structure):
 
 class RzModel(ctypes.Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("layers", "hidden", "intermediate", "block_size", "activation", "num_heads")),
+        *_each(c_int32, "layers hidden intermediate block_size activation num_heads"),
         ("rotary_dim", c_int32 * ROTARIES),
-        ("rotary_interleaved", c_int32),
-        *(
-            (name, c_int32)
-            for name in (
-                "num_writable",
-                "num_quantized",
-                "num_states",
-                "embedding_split",
-                "vocab_first",
-                "rows_in_embedding",
-            )
-        ),
-        ("ranks", c_int32),
+        *_each(c_int32, "rotary_interleaved num_writable num_quantized num_states embedding_split vocab_first"),
+        *_each(c_int32, "rows_in_embedding ranks"),
         ("heads", RzHeads * HEADS),
-        *((name, c_int32) for name in ("wide_norms", "norms_turned")),
-        *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
-        *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "embedding_scale")),
-        *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_cap")),
+        *_each(c_int32, "wide_norms norms_turned"),
+        *_each(c_float, "swiglu_alpha swiglu_limit eps attention_scale attention_cap embedding_scale residual_scale"),
+        *_each(c_float, "logit_scale logit_cap"),
         ("frequencies", c_void_p * ROTARIES),
         ("rotary_scale", c_float * ROTARIES),
         ("layer", POINTER(RzLayer)),
@@ -281,11 +248,10 @@ class RzCandidates(ctypes.Structure):
     """`rz_candidates` of `sampling.h`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "rows", "wants", "largest")),
-        ("width", c_int64),
-        ("count", c_int64),
+        *_each(c_void_p, "logits rows wants largest"),
+        *_each(c_int64, "width count"),
         ("alone", c_int32),
-        *((name, c_void_p) for name in ("bounds", "totals", "lengths", "starts", "ids", "values")),
+        *_each(c_void_p, "bounds totals lengths starts ids values"),
     ]
 
 
@@ -293,46 +259,28 @@ class RzDraws(ctypes.Structure):
     """`rz_draws` of `sampling.h`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("scores", "rows", "of")),
-        ("width", c_int64),
-        ("count", c_int64),
-        ("places", c_void_p),
-        ("edits", c_void_p),
+        *_each(c_void_p, "scores rows of"),
+        *_each(c_int64, "width count"),
+        *_each(c_void_p, "places edits"),
         ("edited", c_int64),
-        ("allowed", c_void_p),
-        ("columns", c_void_p),
+        *_each(c_void_p, "allowed columns"),
     ]
 
 
 class RzStep(ctypes.Structure):
     _fields_ = [
-        ("tokens", c_int32),
-        ("sequences", c_int32),
-        ("sampled", c_int32),
-        ("table_blocks", c_int32),
-        *(
-            (name, c_void_p)
-            for name in ("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables")
-        ),
-        ("sample_rows", c_void_p),
-        ("logits", c_void_p),
-        ("values", c_void_p),
-        ("indices", c_void_p),
-        ("progress", c_void_p),
-        ("pools", c_void_p),
-        ("pooled", c_void_p),
+        *_each(c_int32, "tokens sequences sampled table_blocks"),
+        *_each(c_void_p, "token_ids positions slots query_lens context_lens block_tables sample_rows logits values"),
+        *_each(c_void_p, "indices progress pools pooled"),
         ("num_pools", c_int64),
-        ("taps", c_void_p),
-        ("tapped", c_void_p),
+        *_each(c_void_p, "taps tapped"),
         ("num_taps", c_int64),
         ("compressions", c_void_p),
         ("num_compressions", c_int64),
-        ("state_slots", c_void_p),
-        ("state_snapshots", c_void_p),
-        ("num_states", c_int64),
-        ("num_snapshots", c_int64),
+        *_each(c_void_p, "state_slots state_snapshots"),
+        *_each(c_int64, "num_states num_snapshots"),
         ("adapters", c_void_p),
-        *((name, c_int64) for name in ("num_adapters", "adapter_slots", "shrunk_columns")),
+        *_each(c_int64, "num_adapters adapter_slots shrunk_columns"),
         ("sparse", c_void_p),
         ("num_sparse", c_int64),
         ("restored", c_void_p),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.executor.model.adapters import inspect_adapter
+from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.loading.loader import load_config
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, SamplingParams

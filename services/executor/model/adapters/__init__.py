@@ -5,19 +5,3 @@ targets          the linears of a model, and what of each a rank holds
 files            inspect_adapter, read_adapter: tensors checked against the targets, cut for a rank
 modules          transformers' own modules with adapters beside their weights
 """
-
-from services.executor.model.adapters.files import AdapterInfo, LowRank, LowRankWeights, inspect_adapter, read_adapter
-from services.executor.model.adapters.holder import AdapterHolder
-from services.executor.model.adapters.targets import AdapterTarget, targets_of, whole_targets
-
-__all__ = [
-    "AdapterHolder",
-    "AdapterInfo",
-    "AdapterTarget",
-    "LowRank",
-    "LowRankWeights",
-    "inspect_adapter",
-    "read_adapter",
-    "targets_of",
-    "whole_targets",
-]

@@ -13,6 +13,7 @@ Pickled files are not read. Source: https://github.com/huggingface/peft, modules
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def inspect_adapter(directory: Path, config: Any, max_rank: int = MAX_RANK) -> A
 
 def inspect_for(directory: Path, targets: Sequence[AdapterTarget], max_rank: int = MAX_RANK) -> AdapterInfo:
     """The same, for a model with these `targets`."""
-    with _Files(directory, targets, max_rank) as files:
+    with _files(directory, targets, max_rank) as files:
         digest = hashlib.sha256()
         for name, pair in files.pairs():
             shapes = (tuple(pair.a.shape), tuple(pair.b.shape))
@@ -94,7 +95,7 @@ def read_adapter(
     Raises `ModelLoadError` as `inspect_adapter` does.
     """
     by_name = {target.name: target for target in targets}
-    with _Files(directory, targets, max_rank) as files:
+    with _files(directory, targets, max_rank) as files:
         return {name: _cut(pair, by_name[name], files.scale(name), dtype) for name, pair in files.pairs()}
 
 
@@ -125,28 +126,17 @@ class _Group:
 class _Files:
     """An adapter's files, checked but for their values, which are checked as they are read."""
 
-    def __init__(self, directory: Path, targets: Sequence[AdapterTarget], max_rank: int) -> None:
-        self._path = directory / WEIGHTS_FILE
-        self._config: AdapterConfig = read_config(directory)
+    def __init__(
+        self, path: Path, reader: Any, config: AdapterConfig, targets: Sequence[AdapterTarget], max_rank: int
+    ) -> None:
+        self._path, self._reader, self._config = path, reader, config
         self._targets = {target.name: target for target in targets}
         self._max_rank = max_rank
-        self._file = _opened(directory)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._file_dtypes: dict[str, str] = {}
         self.rank = self.bytes = 0
         self.groups: dict[str, _Group] = {}
-
-    def __enter__(self) -> "_Files":
-        self._reader = self._file.__enter__()
-        try:
-            self._check()
-        except BaseException:
-            self._file.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.__exit__(None, None, None)
+        self._check()
 
     def scale(self, name: str) -> float:
         """Of the target `name`."""
@@ -315,8 +305,15 @@ class _Files:
         return ModelLoadError(f"The tensor {shown} of the adapter's {self._path} {what}.")
 
 
-def _opened(directory: Path) -> Any:
-    path = directory / WEIGHTS_FILE
+@contextmanager
+def _files(directory: Path, targets: Sequence[AdapterTarget], max_rank: int) -> Iterator[_Files]:
+    """Raises `ModelLoadError` as `inspect_adapter` does."""
+    config, path = read_config(directory), directory / WEIGHTS_FILE
+    with _opened(directory, path) as reader:
+        yield _Files(path, reader, config, targets, max_rank)
+
+
+def _opened(directory: Path, path: Path) -> Any:
     pickled = next((name for name in _PICKLED if (directory / name).exists()), None)
     try:
         size = path.stat().st_size

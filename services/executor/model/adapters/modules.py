@@ -176,10 +176,12 @@ class _Delta:
         pairs = ((at, self.pairs.get(slot)) for slot, at in rows.groups)
         return [(at, pair.a, pair.b) for at, pair in pairs if pair is not None]
 
-    def add_of_expert(self, expert: int, x: Tensor, slots: Tensor, made: Tensor) -> None:
-        """Adds to `made` [n, out] what is made of `x` [n, in], rows of one expert, whose adapters are `slots` [n]."""
+    def add_of_expert(self, slots: Tensor, expert: int, rows: Tensor, x: Tensor, made: Tensor) -> None:
+        """Adds to `made` [n, out] what is made of `x` [n, in], `rows` [n] of one expert; `slots` are the adapters of
+        all rows."""
+        own = slots[rows]
         for slot, pair in self.pairs.items():
-            at = (slots == slot).nonzero().squeeze(1)
+            at = (own == slot).nonzero().squeeze(1)
             if len(at):
                 low = functional.linear(x[at], pair.a[expert])
                 made.index_add_(0, at, functional.linear(low, pair.b[expert]))
@@ -200,14 +202,10 @@ def _attach_experts(experts: Any, deltas: Mapping[str, _Delta], current: Callabl
             added = [partial(_add_of_pairs, delta, rows.slots) for delta in (entry, out)]
             made = plain.with_adapters(*chosen, *added)
             return made
-        of_experts = [partial(_add_of_expert, delta, rows.slots) for delta in (entry, out)]
+        of_experts = [partial(delta.add_of_expert, rows.slots) for delta in (entry, out)]
         return expert_by_expert(experts, *chosen, *of_experts)
 
     experts.forward = forward
-
-
-def _add_of_expert(delta: _Delta, slots: Tensor, expert: int, rows: Tensor, x: Tensor, made: Tensor) -> None:
-    delta.add_of_expert(expert, x, slots[rows], made)
 
 
 def _add_of_pairs(delta: _Delta, slots: Tensor, x: Tensor, chosen: Tensor, made: Tensor) -> None:
@@ -219,5 +217,5 @@ def _add_of_pairs(delta: _Delta, slots: Tensor, x: Tensor, chosen: Tensor, made:
     for expert in sorted(set(experts[of_pairs >= 0].tolist())):
         at = (experts == expert).nonzero().squeeze(1)
         part = made[at]
-        delta.add_of_expert(expert, inputs[at], of_pairs[at], part)
+        delta.add_of_expert(of_pairs, expert, at, inputs[at], part)
         made[at] = part

@@ -9,7 +9,6 @@ are imported, which takes seconds.
 import shared.lean_imports  # noqa: F401  # isort: skip  # before all others
 
 import argparse
-import dataclasses
 import os
 import sys
 import time
@@ -95,12 +94,11 @@ def _check(options: argparse.Namespace) -> object:
     return verdict_on(options.directory)
 
 
-def _inspect_adapter(options: argparse.Namespace) -> dict[str, object]:
-    from services.executor.model.adapters import inspect_adapter
+def _inspect_adapter(options: argparse.Namespace) -> object:
+    from services.executor.model.adapters.files import inspect_adapter
     from services.executor.model.loading.config_file import load_config
 
-    found = inspect_adapter(options.directory, load_config(options.model), options.max_rank)
-    return dataclasses.asdict(found)
+    return inspect_adapter(options.directory, load_config(options.model), options.max_rank)
 
 
 def _convert(options: argparse.Namespace) -> dict[str, object]:

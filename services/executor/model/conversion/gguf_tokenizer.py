@@ -78,8 +78,7 @@ def _tokenizer(directory: Path) -> dict[str, Any]:
             "its tokenizer with transformers."
         )
     tokenizer = read_json(file)
-    if (tokenizer.get("model") or {}).get("type") != "BPE":
-        kind = (tokenizer.get("model") or {}).get("type")
+    if (kind := (tokenizer.get("model") or {}).get("type")) != "BPE":
         raise ModelLoadError(
             f"The tokenizer in {directory} is of type {kind}, and only BPE (byte-level or SentencePiece's) is written "
             "as GGUF; convert to safetensors, or use llama.cpp's own converter."

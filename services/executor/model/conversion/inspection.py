@@ -1,6 +1,7 @@
 """What the weights of a model are: each tensor's format, shape and bytes, and what would compute with it. Headers alone
 are read."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def inspect(path: Path) -> ModelFacts:
     else:
         raise ModelLoadError(f"{path} does not exist; give a model directory or a .gguf file.")
     size = sum(tensor.bytes for tensor in tensors)
-    parameters = sum(_count(tensor.shape) for tensor in tensors)
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     bits = 8 * size / max(1, parameters)
     return ModelFacts(architecture, tensors, size, parameters, bits, refused, heads)
 
@@ -123,13 +124,6 @@ def _of_gguf(path: Path) -> tuple[str, list[TensorFacts]]:
             served = _computed_by(one.shape, described, one.kind.name in _PLAIN, kept)
             tensors.append(TensorFacts(one.name, one.kind.name, one.shape, one.nbytes, served))
     return architecture, sorted(tensors, key=lambda tensor: tensor.name)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _computed_by(shape: tuple[int, ...], described: Mapping[str, Any], plain: bool, kept: bool) -> str:

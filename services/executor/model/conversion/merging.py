@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.executor.model.adapters import LowRank, read_adapter, whole_targets
 from services.executor.model.adapters.configuration import CONFIG_FILE
-from services.executor.model.adapters.files import WEIGHTS_FILE
+from services.executor.model.adapters.files import WEIGHTS_FILE, LowRank, read_adapter
+from services.executor.model.adapters.targets import whole_targets
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.models import SourceModel, SourceTensor
 from shared.errors import ModelLoadError

@@ -16,6 +16,7 @@ from services.executor.core.sharding import ShardRange
 from services.executor.model.loading.completeness import check_whole
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.config_file import load_config
+from services.executor.model.loading.gguf_compositions import misshapen
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor
@@ -94,10 +95,7 @@ def gguf_model(directory: Path, weights: GgufWeights) -> SourceModel:
     for name, content in sources.parameters.items():
         expected = tuple(state[name].shape)
         if content.shape != expected and name not in sources.outputs_first:
-            raise ModelLoadError(
-                f"The tensor {content.parts[0].source} has the shape {list(content.shape)} where {list(expected)} is "
-                "called for; fetch the file again."
-            )
+            raise misshapen(content.parts[0].source, content.shape, expected)
     if sources.unused:
         raise ModelLoadError(
             f"The file has a tensor {min(sources.unused)}, which the architecture does not use; it is not converted."

@@ -7,6 +7,7 @@ on what else the step computes but for the rounding of products over all rows.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,11 +29,7 @@ class Texts:
     def __init__(self, lengths: Sequence[int], tick: Callable[[], None]) -> None:
         """`lengths`: tokens of each; `tick` is called as a sign of progress."""
         self.tick = tick
-        self.spans: list[tuple[int, int]] = []
-        first = 0
-        for length in lengths:
-            self.spans.append((first, first + length))
-            first += length
+        self.spans = list(pairwise(accumulate(lengths, initial=0)))
 
 
 def register_text_attention() -> None:

@@ -23,19 +23,19 @@ from services.executor.model.encoders.attention import ATTENTION_NAME, register_
 from services.executor.model.encoders.families import family_of
 from services.executor.model.encoders.splitting import split_encoder
 from services.executor.model.loading.gguf_pooling import dense_name
-from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.loader import (
     LOADING,
     build_empty,
     is_gguf,
+    move_buffers,
     open_weights,
     parameters_of,
     place,
     plan_reads,
     read_weights,
+    sources_in,
 )
 from services.executor.model.loading.reading import Progress
-from services.executor.model.loading.sources import find_sources
 from services.executor.model.pooling import Dense
 from shared.errors import ModelLoadError
 
@@ -69,21 +69,14 @@ def load_encoder(
     register_text_attention()
     with LOADING, open_weights(directory) as files:
         model, ties = build_empty(config, dtype, partial(_build, classifies=classifies))
-        if isinstance(files, GgufWeights):
-            sources = files.sources(model)
-            files.scale_frequencies(model)
-        else:
-            sources = find_sources(model, files.shapes)
-        base = model.base_model
+        sources, base = sources_in(files, model), model.base_model
         split_encoder(base, config, collectives)
         plan = plan_reads(parameters_of(model, ties), sources)
         _check_unused(sources.unused, directory)
         reads = [read for _, read in plan]
         for (parameter, _), tensor in zip(plan, read_weights(reads, files, config, device, progress), strict=True):
             place(parameter, tensor)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+    move_buffers(model, device)
     return Encoder(model.eval(), base)
 
 

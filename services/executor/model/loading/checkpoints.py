@@ -22,6 +22,7 @@ from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
 from services.executor.model.loading.gguf_pooling import class_settings, encoder_settings, pooling_files
 from services.executor.model.loading.gguf_settings import COMPUTED
+from services.executor.model.loading.gguf_settings.common import Said
 from services.executor.model.loading.gguf_tokenizer import WHOLE, chat_templates, tokenizer_json, tokenizer_settings
 from services.executor.model.tokenizer_files import CONFIG, TOKENIZER, read_bundle
 from shared.errors import ModelLoadError, reason_of
@@ -184,7 +185,7 @@ def _settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
         width = settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
         settings["query_pre_attn_scalar"] = width
     settings |= encoder_settings(files, row, settings) | class_settings(files, row, settings)
-    _set_rotary(settings, header, row, {**_rope_scaling(files), **_rotated_part(files, row, settings)})
+    _set_rotary(settings, header, row, {**_rope_scaling(files, row), **_rotated_part(files, row, settings)})
     return settings
 
 
@@ -252,21 +253,18 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
         "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         **_said_beside(header, row),
-        **_computed(header, row, {name: tensor.shape for name, tensor in tensors.items()}),
+        **_computed(files[0], row, {name: tensor.shape for name, tensor in tensors.items()}),
     }
 
 
-def _computed(
-    header: "Mapping[str, Value]", row: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    said = {key.removeprefix(f"{row.name}."): value for key, value in header.items() if not isinstance(value, str)}
+def _computed(file: "GgufFile", row: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    entries = file.header.metadata.items()
+    keys = {key.removeprefix(f"{row.name}."): value for key, value in entries if not isinstance(value, str)}
+    said = Said(keys, shapes)
     try:
-        return {name: value for one in row.computed for name, value in COMPUTED[one](said, shapes).items()}
+        return {name: value for one in row.computed for name, value in COMPUTED[one](said).items()}
     except KeyError as error:
-        raise ModelLoadError(
-            f"The file does not say {row.name}.{error.args[0]}, without which the model cannot be built; fetch it "
-            "again, or choose another."
-        ) from None
+        raise unsaid(file.path, f"{row.name}.{error.args[0]}") from None
 
 
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
@@ -275,14 +273,13 @@ _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 _BETAS = ("beta_fast", "beta_slow")  # turns between which YaRN scales frequencies in part
 
 
-def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
+def _rope_scaling(files: "Sequence[GgufFile]", row: GgufArchitecture) -> dict[str, Any]:
     """What the metadata say of scaled rotary positions, in the words of config.json; empty where they are not."""
-    header = files[0].header.metadata
-    prefix = f"{header['general.architecture']}.rope.scaling."
+    header, prefix = files[0].header.metadata, f"{row.name}.rope.scaling."
     kind, factor = header.get(f"{prefix}type"), header.get(f"{prefix}factor")
-    original = header.get(f"{prefix}original_context_length")
-    if original is None and ORIGINAL_LENGTH in gguf_architecture(header).defaults:
-        original = header.get(f"{header['general.architecture']}.context_length")
+    whole, original = header[f"{row.name}.context_length"], header.get(f"{prefix}original_context_length")
+    if original is None and ORIGINAL_LENGTH in row.defaults:
+        original = whole
     factors = {
         length: file.numbers(tensor).tolist()
         for file in files
@@ -295,7 +292,7 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
         for length in ("long", "short"):
             if length not in factors:
                 raise _without(f"rope_factors_{length}.weight")
-        known.setdefault("original_max_position_embeddings", header[f"{header['general.architecture']}.context_length"])
+        known.setdefault("original_max_position_embeddings", whole)
         return {"rope_type": "longrope", "long_factor": factors["long"], "short_factor": factors["short"], **known}
     if kind in (None, "none") and factor in (None, 0.0, 1.0):
         return {}
@@ -344,7 +341,7 @@ def _tokenizer_files(file: "GgufFile", end: int, context_length: int) -> dict[st
     """Texts by the names of their files. `end`: the token that ends a text. Raises `ModelLoadError`."""
     contents = {TOKENIZER: tokenizer_json(file), CONFIG: tokenizer_settings(file, end, context_length)}
     texts = {name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()}
-    return {**texts, **chat_templates(file)}
+    return texts | chat_templates(file)
 
 
 def _publish(made: Path, target: Path) -> None:

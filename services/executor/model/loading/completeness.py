@@ -6,11 +6,12 @@ by name.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.gguf_weights import GgufWeights
@@ -55,6 +56,15 @@ def check_whole(model: Any, sources: CheckpointSources, directory: Path) -> None
         )
 
 
+def leftovers(model: nn.Module, parameters: Iterable[Sequence[str]], sources: CheckpointSources) -> list[str]:
+    """What of the checkpoint neither `model`, split already, holds nor other ranks. `parameters`: what the model calls
+    each of its own."""
+    known = {name for names in parameters for name in names}
+    for name, module in model.named_modules():
+        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
+    return sorted(sources.unused | (sources.parameters.keys() - known))
+
+
 def check_leftovers(
     model: Any,
     parameters: Sequence[Sequence[str]],
@@ -62,14 +72,11 @@ def check_leftovers(
     files: WeightFiles | GgufWeights,
     directory: Path,
 ) -> None:
-    """Raises `ModelLoadError` where the checkpoint holds weights that the model has no place for. `parameters`: what
-    the model calls each of its own."""
+    """Raises `ModelLoadError` where the checkpoint holds weights that the model has no place for; `parameters` as of
+    `leftovers`."""
     config = model.config
-    known = {name for names in parameters for name in names}
-    for name, module in model.named_modules():
-        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    for name in sorted(sources.unused | (sources.parameters.keys() - known)):
+    for name in leftovers(model, parameters, sources):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue
         if is_of_heads(name, config) or (name == SCORE and is_classifier(config.to_dict())):

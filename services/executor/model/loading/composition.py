@@ -11,6 +11,7 @@ is read without reading the rest. Pure arithmetic but for `view`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Self, TypeVar
 
 from torch import Tensor
@@ -97,8 +98,7 @@ class Composition:
 
     def split(self, sizes: Sequence[int], dim: int) -> "list[Composition]":
         """Pieces of `sizes` along dimension `dim`."""
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [self._span(dim, ShardRange(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        return [self._span(dim, ShardRange(*ends)) for ends in pairwise(accumulate(sizes, initial=0))]
 
     def _span(self, dim: int, span: ShardRange) -> "Composition":
         pieces = (part.cut(dim, span) for part in self.parts)

@@ -27,7 +27,8 @@ def load_config(directory: Path) -> Any:
         if not isinstance(described, dict):
             raise ValueError("it is not a JSON object")
         check_sizes(described)
-        served = _may_be_served(described.get("model_type"))
+        kind = described.get("model_type")
+        served = isinstance(kind, str) and (refusal_of(kind) is None or kind in TEXT_ALONE)
         if served:  # others are refused with a reason of their own
             check_described(described)
         config = _read_config(directory, described)
@@ -61,10 +62,6 @@ def _check_directory(directory: Path) -> None:
             f"The directory {directory} has no config.json, so it is not a model; "
             "give a directory that transformers' save_pretrained made, a .gguf file or a hub name."
         )
-
-
-def _may_be_served(model_type: object) -> bool:
-    return isinstance(model_type, str) and (refusal_of(model_type) is None or model_type in TEXT_ALONE)
 
 
 def _read_config(directory: Path, described: dict[str, Any]) -> Any:

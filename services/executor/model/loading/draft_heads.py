@@ -22,6 +22,7 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.catalogue import longest_context
 from services.executor.model.draft_heads import Eagle3Head, Eagle3Norms, HeadModel, MtpHead, ReducedHead
+from services.executor.model.loading.completeness import leftovers
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.loader import (
     LOADING,
@@ -37,7 +38,6 @@ from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.reading import read_all
 from services.executor.model.loading.sources import CheckpointSources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
-from services.executor.model.parallel.layers import held_elsewhere
 from services.executor.model.parallel.splitting import apply_plan
 from services.executor.model.rotary import fix_frequencies
 from shared.errors import ModelLoadError
@@ -166,8 +166,8 @@ def load_mtp_head(directory: Path, where: HeadPlacement) -> LoadedHead:
         norms = [norm(config.hidden_size, eps=config.rms_norm_eps).to("meta", where.dtype) for _ in range(2)]
         head = MtpHead(model, config.hidden_size, norms, where.dtype)
         found = {f"model.{name}": content for name, content in sources.parameters.items()}
-        found |= {own: _whole(name, shapes) for own, name in beside.items()}
-        found |= _shared(found, shapes, lambda name: name)
+        found |= {own: Composition.whole(name, shapes[name]) for own, name in beside.items()}
+        found |= _shared(found, shapes)
         _read(head, ties, CheckpointSources(found, sources.unused), {"": files}, where, directory)
     return LoadedHead(head, config, ())
 
@@ -233,8 +233,9 @@ def load_eagle3_head(directory: Path, model_directory: Path, where: HeadPlacemen
         targets = _targets(files, reduced, config.vocab_size, directory)
         model.lm_head = ReducedHead(reduced_head, targets, config.vocab_size, rank, ranks)
         head = Eagle3Head(model, config.hidden_size, norms, 3 * whole.hidden_size, where.dtype)
-        found = {_eagle3_name(name): _whole(name, shapes) for name in shapes if name not in _TABLES}
-        found |= _shared(found, others.shapes, lambda name: _OTHERS + name)
+        own = {name: Composition.whole(name, shape) for name, shape in shapes.items() if name not in _TABLES}
+        found = {_eagle3_name(name): content for name, content in own.items()}
+        found |= _shared(found, others.shapes, _OTHERS)
         _read(head, ties, CheckpointSources(found, frozenset()), {"": files, _OTHERS: others}, where, directory)
     return LoadedHead(head, config, _aux_layers(config, whole.num_hidden_layers, directory))
 
@@ -286,9 +287,8 @@ def _widen(model: Any, config: Any, dtype: torch.dtype) -> Eagle3Norms:
         setattr(layer.self_attn, name, wide)
     of_states = type(layer.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps).to("meta", dtype)
     normed = bool(getattr(config, "norm_before_residual", False))
-    layer.input_layernorm = Eagle3Norms(layer.input_layernorm, of_states, normed=normed)
-    found: Eagle3Norms = layer.input_layernorm
-    return found
+    norms = layer.input_layernorm = Eagle3Norms(layer.input_layernorm, of_states, normed=normed)
+    return norms
 
 
 def _eagle3_name(name: str) -> str:
@@ -326,19 +326,15 @@ def _targets(files: WeightFiles, reduced: int, vocab_size: int, directory: Path)
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _whole(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Composition:
-    return Composition.whole(name, shapes[name])
-
-
 def _shared(
-    found: Mapping[str, Composition], shapes: Mapping[str, tuple[int, ...]], name_of: Callable[[str], str]
+    found: Mapping[str, Composition], shapes: Mapping[str, tuple[int, ...]], prefix: str = ""
 ) -> dict[str, Composition]:
-    """What of the model's is read because the head has none of its own."""
+    """What of the model's is read because the head has none of its own; `prefix`: before the names of its tensors."""
     more = {}
     for own, names in _SHARED.items():
         name = next((name for name in names if name in shapes), None)
         if own not in found and name is not None:
-            more[own] = Composition.whole(name_of(name), shapes[name])
+            more[own] = Composition.whole(prefix + name, shapes[name])
     return more
 
 
@@ -361,11 +357,7 @@ def _read(
 ) -> None:
     """Gives `head` its weights. `files`: by what stands before the names in `sources`."""
     parameters = parameters_of(head, {f"model.{name}": f"model.{to}" for name, to in ties.items()})
-    known = {name for parameter in parameters for name in parameter.names}
-    for name, module in head.named_modules():
-        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
-    surplus = sorted(sources.unused | (sources.parameters.keys() - known))
-    if surplus:
+    if surplus := leftovers(head, [parameter.names for parameter in parameters], sources):
         raise ModelLoadError(
             f"The draft head in {directory} holds a tensor {surplus[0]} that is not known; it is of another kind, "
             f"{_LEAVE_OUT}"
@@ -373,12 +365,11 @@ def _read(
     plan = plan_reads(parameters, sources)
     where.before_reading(sum(read.least_bytes for _, read in plan))
     for prefix, held in files.items():
-        own = []
-        for parameter, read in plan:
-            if prefix and all(part.source.startswith(prefix) for part in read.content.parts):
-                own.append((parameter, replace(read, content=_without(prefix, read.content))))
-            elif not prefix and not any(part.source.startswith(_OTHERS) for part in read.content.parts):
-                own.append((parameter, read))
+        own = [
+            (parameter, replace(read, content=_without(prefix, read.content)))
+            for parameter, read in plan
+            if read.content.parts[0].source.startswith(_OTHERS) is bool(prefix)
+        ]
         tensors = read_all([read for _, read in own], held, where.device, lambda done, total: None)
         for (parameter, _), tensor in zip(own, tensors, strict=True):
             place(parameter, tensor)

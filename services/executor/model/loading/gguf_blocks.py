@@ -14,43 +14,41 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.model.loading import gguf_grids
+from services.executor.model.loading.gguf_grids import bits_of, flat, halves_of, parts_of
 from services.executor.model.quantized import E2M1, QuantizedRows, half_powers
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.native.library import load_library
 
 Bytes = NDArray[np.uint8]
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
+_PLAIN = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
 
-def has_codes(kind: GGMLQuantizationType) -> bool:
+def has_codes(kind: Type) -> bool:
     """Whether `quantized` reads the type."""
     return kind in BLOCKS
 
 
-def quantized(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+def quantized(raw: Tensor, kind: Type) -> QuantizedRows:
     """The weight whose rows are `raw`, uint8 [rows, bytes], by the native kernels where there are some for the type.
     Raises `ValueError` where its scales are no numbers."""
     library = load_library() if BLOCKS[kind].native and raw.stride(1) == 1 else None
     return by_torch(raw, kind) if library is None else _by_kernels(library, raw, kind)
 
 
-def by_torch(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+def by_torch(raw: Tensor, kind: Type) -> QuantizedRows:
     """As `quantized`."""
-    return BLOCKS[kind].read(_blocks(raw, GGML_QUANT_SIZES[kind][1]))
+    return BLOCKS[kind].read(raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
 
 
-def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.float32) -> Tensor:
+def values(raw: Tensor, kind: Type, dtype: torch.dtype = torch.float32) -> Tensor:
     """The same as numbers [rows, values], of any type that ggml knows: plain ones as they are stored, codes in `dtype`
     (float32 or bf16) where the native kernels have them, others in float32.
 
@@ -65,7 +63,7 @@ def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.f
     return torch.from_numpy(dequantize(raw.contiguous().numpy(), kind))
 
 
-def _by_kernels(library: Any, raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+def _by_kernels(library: Any, raw: Tensor, kind: Type) -> QuantizedRows:
     size, like = GGML_QUANT_SIZES[kind][1], _first_block(kind)
     rows, blocks = raw.shape[0], raw.shape[1] // size
     made = {
@@ -82,7 +80,7 @@ _PARTS = ("codes", "scales", "mins", "supers", "super_mins")
 
 
 @cache
-def _first_block(kind: GGMLQuantizationType) -> QuantizedRows:
+def _first_block(kind: Type) -> QuantizedRows:
     """A block of zeros: the format."""
     return by_torch(torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8), kind)
 
@@ -104,20 +102,6 @@ def _values(library: Any, weight: QuantizedRows, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def _blocks(raw: Tensor, size: int) -> Tensor:
-    """[rows, blocks, bytes of a block]"""
-    return raw.view(raw.shape[0], -1, size)
-
-
-def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block: [rows, blocks]"""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
-
-
-def _rows(parts: Tensor) -> Tensor:
-    return parts.reshape(parts.shape[0], -1)
-
-
 def _plane(data: Tensor, width: int, bits: int) -> Tensor:
     """Codes of `bits` bits, [rows, blocks, codes]: of `width` bytes the lowest bits, then those above, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
@@ -132,50 +116,49 @@ def _nibbles(blocks: Tensor, at: int) -> Tensor:
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     """Bit j of four bytes belongs to value j."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return ((blocks[..., at : at + 4].unsqueeze(-1) >> shifts) & 1).flatten(2) << 4
+    return bits_of(blocks[..., at : at + 4]).flatten(2) << 4
 
 
 def _q4_0(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 2)), 4, 32, _halves(blocks, 0), offset=8)
+    return QuantizedRows(flat(_nibbles(blocks, 2)), 4, 32, halves_of(blocks, 0), offset=8)
 
 
 def _q4_1(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 4)), 4, 32, _halves(blocks, 0), mins=-_halves(blocks, 2))
+    return QuantizedRows(flat(_nibbles(blocks, 4)), 4, 32, halves_of(blocks, 0), mins=-halves_of(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> QuantizedRows:
     codes = _nibbles(blocks, 6) | _fifth_bits(blocks, 2)
-    return QuantizedRows(_rows(codes), 5, 32, _halves(blocks, 0), offset=16)
+    return QuantizedRows(flat(codes), 5, 32, halves_of(blocks, 0), offset=16)
 
 
 def _q5_1(blocks: Tensor) -> QuantizedRows:
     codes = _nibbles(blocks, 8) | _fifth_bits(blocks, 4)
-    return QuantizedRows(_rows(codes), 5, 32, _halves(blocks, 0), mins=-_halves(blocks, 2))
+    return QuantizedRows(flat(codes), 5, 32, halves_of(blocks, 0), mins=-halves_of(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(blocks[..., 2:] ^ 128), 8, 32, _halves(blocks, 0), offset=128)
+    return QuantizedRows(flat(blocks[..., 2:] ^ 128), 8, 32, halves_of(blocks, 0), offset=128)
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 2)), 4, 32, _halves(blocks, 0), table=_IQ4)
+    return QuantizedRows(flat(_nibbles(blocks, 2)), 4, 32, halves_of(blocks, 0), table=_IQ4)
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedRows:
-    return QuantizedRows(_rows(_nibbles(blocks, 1)), 4, 32, half_powers(blocks[..., 0]), table=E2M1)
+    return QuantizedRows(flat(_nibbles(blocks, 1)), 4, 32, half_powers(blocks[..., 0]), table=E2M1)
 
 
 def _q2_k(blocks: Tensor) -> QuantizedRows:
     small = blocks[..., :16]
     return QuantizedRows(
-        _rows(_plane(blocks[..., 16:80], 32, 2)),
+        flat(_plane(blocks[..., 16:80], 32, 2)),
         2,
         16,
-        _rows(small & 15),
-        mins=_rows(small >> 4),
-        supers=_halves(blocks, 80),
-        super_mins=_halves(blocks, 82),
+        flat(small & 15),
+        mins=flat(small >> 4),
+        supers=halves_of(blocks, 80),
+        super_mins=halves_of(blocks, 82),
         per=16,
     )
 
@@ -184,7 +167,7 @@ def _q3_k(blocks: Tensor) -> QuantizedRows:
     high, low = _plane(blocks[..., :32], 32, 1), _plane(blocks[..., 32:96], 32, 2)
     small = _plane(blocks[..., 96:104], 8, 4) | _plane(blocks[..., 104:108], 4, 2) << 4
     scales = (small.to(torch.int8) - 32).flatten(1)
-    return QuantizedRows(_rows(low | high << 2), 3, 16, scales, offset=4, supers=_halves(blocks, 108), per=16)
+    return QuantizedRows(flat(low | high << 2), 3, 16, scales, offset=4, supers=halves_of(blocks, 108), per=16)
 
 
 def _with_minimums(blocks: Tensor, codes: Tensor, bits: int) -> QuantizedRows:
@@ -193,13 +176,13 @@ def _with_minimums(blocks: Tensor, codes: Tensor, bits: int) -> QuantizedRows:
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], -1)
     mins = torch.cat([second & 63, third >> 4 | second >> 2 & 48], -1)
     return QuantizedRows(
-        _rows(codes),
+        flat(codes),
         bits,
         32,
-        _rows(scales),
-        mins=_rows(mins),
-        supers=_halves(blocks, 0),
-        super_mins=_halves(blocks, 2),
+        flat(scales),
+        mins=flat(mins),
+        supers=halves_of(blocks, 0),
+        super_mins=halves_of(blocks, 2),
         per=8,
     )
 
@@ -215,18 +198,15 @@ def _q5_k(blocks: Tensor) -> QuantizedRows:
 
 def _q6_k(blocks: Tensor) -> QuantizedRows:
     low, high = _plane(blocks[..., :128], 64, 4), _plane(blocks[..., 128:192], 32, 2)
-    scales = _rows(blocks[..., 192:208]).view(torch.int8)
-    return QuantizedRows(_rows(low | high << 4), 6, 16, scales, offset=32, supers=_halves(blocks, 208), per=16)
+    scales = flat(blocks[..., 192:208]).view(torch.int8)
+    return QuantizedRows(flat(low | high << 4), 6, 16, scales, offset=32, supers=halves_of(blocks, 208), per=16)
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedRows:
-    shifts = torch.arange(0, 8, 4, dtype=torch.uint8)
-    low = ((blocks[..., 4:8].unsqueeze(-1) >> shifts) & 15).flatten(2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
-    high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(2)
-    scales = _rows((low | high << 4).to(torch.int8) - 32)
+    low, high = parts_of(blocks[..., 4:8], 4), parts_of(blocks[..., 2:4], 2)
+    scales = flat((low | high << 4).to(torch.int8) - 32)
     codes = _plane(blocks[..., 8:], 16, 4)
-    return QuantizedRows(_rows(codes), 4, 32, scales, table=_IQ4, supers=_halves(blocks, 0), per=8)
+    return QuantizedRows(flat(codes), 4, 32, scales, table=_IQ4, supers=halves_of(blocks, 0), per=8)
 
 
 def _pack_q2_k(rows: QuantizedRows) -> Bytes:
@@ -262,7 +242,7 @@ def _pack_q4_k(rows: QuantizedRows) -> Bytes:
     middle = mins[:, :4] | (mins[:, 4:] >> 4 << 6)
     high = (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4)
     codes = rows.codes.numpy().reshape(blocks, 4, 2, 32)
-    fifth = [_single_bits(codes.reshape(blocks, 8, 32) >> 4)] if rows.bits == _FIVE else []
+    fifth = [_single_bits(codes.reshape(blocks, 8, 32) >> 4)] if rows.bits == 5 else []
     nibbles = (codes[:, :, 0] & 15) | ((codes[:, :, 1] & 15) << 4)
     halves = _float16((rows.supers, rows.super_mins), blocks)
     return np.concatenate([*halves, low, middle, high, *fifth, nibbles.reshape(blocks, 128)], axis=1)
@@ -294,9 +274,6 @@ def _float16(values: Sequence[Tensor | None], blocks: int) -> list[Bytes]:
     return [one.contiguous().numpy().view(np.uint8).reshape(blocks, 2) for one in values if one is not None]
 
 
-_FIVE = 5
-
-
 @dataclass(frozen=True)
 class GgufBlock:
     """A type of blocks whose weights are kept as codes."""
@@ -311,31 +288,27 @@ class GgufBlock:
 
 # Others are unpacked when they are read.
 BLOCKS = {
-    GGMLQuantizationType.Q4_0: GgufBlock(_q4_0, native=True),
-    GGMLQuantizationType.Q4_1: GgufBlock(_q4_1, native=True),
-    GGMLQuantizationType.Q5_0: GgufBlock(_q5_0, native=True),
-    GGMLQuantizationType.Q5_1: GgufBlock(_q5_1, native=True),
-    GGMLQuantizationType.Q8_0: GgufBlock(_q8_0, native=True),
-    GGMLQuantizationType.Q2_K: GgufBlock(
-        _q2_k, codec=replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), pack=_pack_q2_k
-    ),
-    GGMLQuantizationType.Q3_K: GgufBlock(_q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k),
-    GGMLQuantizationType.Q4_K: GgufBlock(_q4_k, native=True, codec=CODECS["q4_k"], pack=_pack_q4_k),
-    GGMLQuantizationType.Q5_K: GgufBlock(
-        _q5_k, native=True, codec=replace(CODECS["q4_k"], name="q5_k", bits=_FIVE), pack=_pack_q4_k
-    ),
-    GGMLQuantizationType.Q6_K: GgufBlock(_q6_k, native=True, codec=CODECS["q6_k"], pack=_pack_q6_k),
-    GGMLQuantizationType.IQ4_NL: GgufBlock(_iq4_nl),
-    GGMLQuantizationType.IQ4_XS: GgufBlock(_iq4_xs),
-    GGMLQuantizationType.MXFP4: GgufBlock(_mxfp4),
-    GGMLQuantizationType.NVFP4: GgufBlock(gguf_grids.nvfp4),
-    GGMLQuantizationType.IQ1_S: GgufBlock(gguf_grids.iq1_s),
-    GGMLQuantizationType.IQ1_M: GgufBlock(gguf_grids.iq1_m),
-    GGMLQuantizationType.IQ2_XXS: GgufBlock(gguf_grids.iq2_xxs),
-    GGMLQuantizationType.IQ2_XS: GgufBlock(gguf_grids.iq2_xs),
-    GGMLQuantizationType.IQ2_S: GgufBlock(gguf_grids.iq2_s),
-    GGMLQuantizationType.IQ3_XXS: GgufBlock(gguf_grids.iq3_xxs),
-    GGMLQuantizationType.IQ3_S: GgufBlock(gguf_grids.iq3_s),
-    GGMLQuantizationType.TQ1_0: GgufBlock(gguf_grids.tq1_0),
-    GGMLQuantizationType.TQ2_0: GgufBlock(gguf_grids.tq2_0),
+    Type.Q4_0: GgufBlock(_q4_0, native=True),
+    Type.Q4_1: GgufBlock(_q4_1, native=True),
+    Type.Q5_0: GgufBlock(_q5_0, native=True),
+    Type.Q5_1: GgufBlock(_q5_1, native=True),
+    Type.Q8_0: GgufBlock(_q8_0, native=True),
+    Type.Q2_K: GgufBlock(_q2_k, codec=replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), pack=_pack_q2_k),
+    Type.Q3_K: GgufBlock(_q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k),
+    Type.Q4_K: GgufBlock(_q4_k, native=True, codec=CODECS["q4_k"], pack=_pack_q4_k),
+    Type.Q5_K: GgufBlock(_q5_k, native=True, codec=replace(CODECS["q4_k"], name="q5_k", bits=5), pack=_pack_q4_k),
+    Type.Q6_K: GgufBlock(_q6_k, native=True, codec=CODECS["q6_k"], pack=_pack_q6_k),
+    Type.IQ4_NL: GgufBlock(_iq4_nl),
+    Type.IQ4_XS: GgufBlock(_iq4_xs),
+    Type.MXFP4: GgufBlock(_mxfp4),
+    Type.NVFP4: GgufBlock(gguf_grids.nvfp4),
+    Type.IQ1_S: GgufBlock(gguf_grids.iq1_s),
+    Type.IQ1_M: GgufBlock(gguf_grids.iq1_m),
+    Type.IQ2_XXS: GgufBlock(gguf_grids.iq2_xxs),
+    Type.IQ2_XS: GgufBlock(gguf_grids.iq2_xs),
+    Type.IQ2_S: GgufBlock(gguf_grids.iq2_s),
+    Type.IQ3_XXS: GgufBlock(gguf_grids.iq3_xxs),
+    Type.IQ3_S: GgufBlock(gguf_grids.iq3_s),
+    Type.TQ1_0: GgufBlock(gguf_grids.tq1_0),
+    Type.TQ2_0: GgufBlock(gguf_grids.tq2_0),
 }

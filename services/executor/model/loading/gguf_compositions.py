@@ -31,7 +31,7 @@ def _queries_keys_values_gates(block: str, shapes: Shapes, settings: Mapping[str
         spans = [_span(0, head, key_dim), _span(keys * key_dim, head, key_dim)]
         spans.append(_span(2 * keys * key_dim, head, value_dim))
         pieces += [mixed.selected(0, spans), gates.selected(0, [_span(0, head, value_dim)])]
-    return _below(pieces, block)
+    return fitted(pieces, 0, f"tensors of {block}")
 
 
 def _keys_values_of_latents(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
@@ -45,7 +45,7 @@ def _keys_values_of_latents(block: str, shapes: Shapes, settings: Mapping[str, A
     pieces = []
     for head in range(heads):
         pieces += [matrix_of(keys, head, shapes).transposed(0, 1), matrix_of(values, head, shapes)]
-    return _below(pieces, block)
+    return fitted(pieces, 0, f"tensors of {block}")
 
 
 def _part_of_all(part: int, end: str) -> Compose:
@@ -68,7 +68,7 @@ def _experts_below(side: str, turned: bool = False) -> Compose:
         name, experts = f"{block}.ffn_{side}_exps.weight", int(settings["ffn_config"]["moe_num_experts"])
         _checked(name, shapes, (experts, None, None))
         matrices = (matrix_of(name, expert, shapes) for expert in range(experts))
-        return _below([matrix.transposed(0, 1) if turned else matrix for matrix in matrices], block)
+        return fitted([matrix.transposed(0, 1) if turned else matrix for matrix in matrices], 0, f"tensors of {block}")
 
     return compose
 
@@ -78,10 +78,7 @@ def matrix_of(name: str, number: int, shapes: Shapes) -> Composition:
     `ModelLoadError`."""
     shape = shapes.get(name, ())
     if len(shape) != 3 or number >= shape[0]:
-        raise ModelLoadError(
-            f"The file has no tensor {name} of three dimensions with a matrix {number}, which its architecture calls "
-            "for; fetch it again."
-        )
+        raise lacks(f"{name} of three dimensions with a matrix {number}")
     rows, columns = shape[1:]
     return Composition((rows, columns), (TensorBox(name, (0, 1), (number * rows, 0), (0, 0), (rows, columns)),))
 
@@ -94,20 +91,30 @@ def _checked(name: str, shapes: Shapes, expected: tuple[int | None, ...]) -> tup
     """The shape of the tensor; None in what is `expected` stands for any size."""
     shape = shapes.get(name)
     if shape is None:
-        raise ModelLoadError(f"The file has no tensor {name}, which its architecture calls for; fetch it again.")
+        raise lacks(name)
     if len(shape) != len(expected) or any(size not in (None, own) for own, size in zip(shape, expected, strict=True)):
-        sizes = ["any" if size is None else size for size in expected]
-        raise ModelLoadError(
-            f"The tensor {name} has the shape {list(shape)} where {sizes} is called for; fetch the file again."
-        )
+        raise misshapen(name, shape, ["any" if size is None else size for size in expected])
     return shape
 
 
-def _below(pieces: Sequence[Composition], block: str) -> Composition:
+def fitted(pieces: Sequence[Composition], dim: int, what: str) -> Composition:
+    """`pieces` end to end along `dim`; `what` of the file they are. Raises `ModelLoadError` where they do not fit."""
     try:
-        return concatenated(pieces, 0)
+        return concatenated(pieces, dim)
     except ValueError as error:
-        raise ModelLoadError(f"The file's tensors of {block} do not fit ({error}); fetch it again.") from error
+        raise ModelLoadError(f"The file's {what} do not fit ({error}); fetch it again.") from error
+
+
+def lacks(what: str) -> ModelLoadError:
+    """A file that has no such tensor."""
+    return ModelLoadError(f"The file has no tensor {what}, which its architecture calls for; fetch it again.")
+
+
+def misshapen(name: str, shape: Sequence[int], expected: Sequence[object]) -> ModelLoadError:
+    """A file whose tensor `name` has another shape than `expected`."""
+    return ModelLoadError(
+        f"The tensor {name} has the shape {list(shape)} where {list(expected)} is called for; fetch the file again."
+    )
 
 
 COMPOSED: dict[str, Compose] = {

@@ -34,14 +34,14 @@ def iq2_xxs(blocks: Tensor) -> QuantizedRows:
 def iq2_xs(blocks: Tensor) -> QuantizedRows:
     words = _words(blocks, 2, 66, torch.int16).long() & 0xFFFF
     codes = _book("IQ2_XS")[words & 511]
-    negative = _bits(_sign_book()[words >> 9], 8)
+    negative = bits_of(_sign_book()[words >> 9])
     return _signed(blocks, codes, negative, 4, _nibbles(blocks, 66, 74), 16, _TWO_BITS, 3, _EIGHTH)
 
 
 def iq2_s(blocks: Tensor) -> QuantizedRows:
-    high = _parts(blocks[..., 66:74], 2, 4)
+    high = parts_of(blocks[..., 66:74], 2)
     rows = blocks[..., 2:34].long() | high.long() << 8
-    negative = _bits(blocks[..., 34:66], 8)
+    negative = bits_of(blocks[..., 34:66])
     codes = _book("IQ2_S")[rows]
     return _signed(blocks, codes, negative, 4, _nibbles(blocks, 74, 82), 16, _TWO_BITS, 3, _EIGHTH)
 
@@ -54,8 +54,8 @@ def iq3_xxs(blocks: Tensor) -> QuantizedRows:
 
 
 def iq3_s(blocks: Tensor) -> QuantizedRows:
-    rows = blocks[..., 2:66].long() | _bits(blocks[..., 66:74], 8).flatten(2).long() << 8
-    negative = _bits(blocks[..., 74:106], 8)
+    rows = blocks[..., 2:66].long() | bits_of(blocks[..., 66:74]).flatten(2).long() << 8
+    negative = bits_of(blocks[..., 74:106])
     table = (*_ODD, *(-value for value in _ODD))
     return _signed(blocks, _book("IQ3_S")[rows], negative, 8, _nibbles(blocks, 106, 110), 32, table, 4, 1.0)
 
@@ -65,7 +65,7 @@ def iq1_s(blocks: Tensor) -> QuantizedRows:
     high = (more.unsqueeze(3) >> torch.tensor([0, 3, 6, 9])) & 7
     rows = blocks[..., 2:34].reshape(high.shape).long() | high << 8
     codes = _book("IQ1_S")[rows] + 4 * (more < 0x8000)[..., None, None].to(torch.uint8)
-    return _rows(codes, _halves(blocks, 0), more >> 12 & 7, 32, _NEAR_ONE, 3, _EIGHTH)
+    return _rows(codes, halves_of(blocks, 0).float(), more >> 12 & 7, 32, _NEAR_ONE, 3, _EIGHTH)
 
 
 def iq1_m(blocks: Tensor) -> QuantizedRows:
@@ -86,13 +86,13 @@ def tq1_0(blocks: Tensor) -> QuantizedRows:
         for first, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
     ]
     codes = torch.cat([part.flatten(2) for part in threes], 2).short() * 3 >> 8
-    return QuantizedRows(_flat(codes.to(torch.uint8)), 2, 256, _float16(blocks, 52), offset=1)
+    return QuantizedRows(flat(codes.to(torch.uint8)), 2, 256, halves_of(blocks, 52), offset=1)
 
 
 def tq2_0(blocks: Tensor) -> QuantizedRows:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(-1, 1)
     codes = blocks[..., :64].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts & 3
-    return QuantizedRows(_flat(codes), 2, 256, _float16(blocks, 64), offset=1)
+    return QuantizedRows(flat(codes), 2, 256, halves_of(blocks, 64), offset=1)
 
 
 def nvfp4(blocks: Tensor) -> QuantizedRows:
@@ -103,7 +103,7 @@ def nvfp4(blocks: Tensor) -> QuantizedRows:
     scales[small == 0x7F] = 0  # as ggml has it
     data = blocks[..., 4:].reshape(*blocks.shape[:2], 4, 1, 8)
     codes = data >> torch.tensor([0, 4], dtype=torch.uint8).view(-1, 1) & 15
-    return QuantizedRows(_flat(codes), 4, 16, scales.flatten(1).bfloat16(), table=E2M1)
+    return QuantizedRows(flat(codes), 4, 16, scales.flatten(1).bfloat16(), table=E2M1)
 
 
 def _signed(
@@ -119,7 +119,7 @@ def _signed(
 ) -> QuantizedRows:
     """`codes` of magnitudes; those that are `negative` (0 or 1) are `least` further in the table."""
     signed = codes.flatten(2) + least * negative.flatten(2).to(torch.uint8)
-    return _rows(signed, _halves(blocks, 0), scales, group, table, bits, factor)
+    return _rows(signed, halves_of(blocks, 0).float(), scales, group, table, bits, factor)
 
 
 def _rows(
@@ -127,7 +127,7 @@ def _rows(
 ) -> QuantizedRows:
     """`scales` stand for twice themselves and 1; `halves` [rows, blocks] float32 times `factor` for a block."""
     odd = (2 * scales + 1).to(torch.uint8).flatten(1)
-    return QuantizedRows(_flat(codes), bits, group, odd, table=table, supers=halves * factor, per=256 // group)
+    return QuantizedRows(flat(codes), bits, group, odd, table=table, supers=halves * factor, per=256 // group)
 
 
 @cache
@@ -149,35 +149,32 @@ def _sign_book() -> Tensor:
 def _signs(words: Tensor) -> Tensor:
     """[rows, blocks, words, 4, 8]: four rows of the book in each word of 32 bits."""
     rows = (words.unsqueeze(3).long() >> torch.tensor([0, 7, 14, 21])) & 127
-    return _bits(_sign_book()[rows], 8)
+    return bits_of(_sign_book()[rows])
 
 
-def _bits(bytes_: Tensor, count: int) -> Tensor:
-    return (bytes_.unsqueeze(-1) >> torch.arange(count, dtype=torch.uint8)) & 1
+def bits_of(bytes_: Tensor) -> Tensor:
+    """The eight bits of each byte, the lowest first, as a dimension behind the others."""
+    return (bytes_.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
 
 
-def _parts(bytes_: Tensor, bits: int, count: int) -> Tensor:
-    """`count` numbers of `bits` bits of each byte, the lowest first: [rows, blocks, all]."""
-    shifts = torch.arange(0, 8, 8 // count, dtype=torch.uint8)
+def parts_of(bytes_: Tensor, bits: int) -> Tensor:
+    """The numbers of `bits` bits of each byte, the lowest first: [rows, blocks, all]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return ((bytes_.unsqueeze(3) >> shifts) & ((1 << bits) - 1)).flatten(2)
 
 
 def _nibbles(blocks: Tensor, first: int, end: int) -> Tensor:
-    return _parts(blocks[..., first:end], 4, 2)
+    return parts_of(blocks[..., first:end], 4)
 
 
 def _words(blocks: Tensor, first: int, end: int, dtype: torch.dtype) -> Tensor:
     return blocks[..., first:end].clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _float16(blocks: Tensor, at: int) -> Tensor:
-    """Of each block: [rows, blocks]"""
+def halves_of(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block: [rows, blocks]"""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _halves(blocks: Tensor, at: int) -> Tensor:
-    return _float16(blocks, at).float()
-
-
-def _flat(codes: Tensor) -> Tensor:
+def flat(codes: Tensor) -> Tensor:
     return codes.reshape(codes.shape[0], -1)

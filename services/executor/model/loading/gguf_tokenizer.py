@@ -9,7 +9,7 @@ specification (ggml, docs/gguf.md), and llama.cpp for what it means that a key i
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 WHOLE = "tokenizer.huggingface.json"
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _SPACE = "\u2581"
-# Of architectures whose files have no `tokenizer.ggml.pre` where they are older than the key.
-_GPT2_SPLITS = {"qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2", "gpt2": "gpt-2"}
+_MARKED_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+# Of architectures whose files have no `tokenizer.ggml.pre` where they are older than the key; all others say it.
+GPT2_SPLITS = {"qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2", "gpt2": "gpt-2"}
 # tokenizer_config.json's name -> GGUF's, in its own spelling
 _SPECIAL = {
     "bos": "bos",
@@ -195,7 +196,7 @@ class _Vocabulary:
         """Raises `ModelLoadError` for a name that is not known."""
         said = self.file.header.metadata
         architecture = str(said.get("general.architecture"))
-        name = said.get("tokenizer.ggml.pre") or _GPT2_SPLITS.get(architecture)
+        name = said.get("tokenizer.ggml.pre") or GPT2_SPLITS.get(architecture)
         if name in SPLIT_RULES:
             return SPLIT_RULES[str(name)]
         raise self._invalid("tokenizer.ggml.pre", f"is {name!r:.40}, a way to split texts that is not known")
@@ -255,21 +256,14 @@ def _pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
     if "gemma" in str(said.get("general.architecture")):
         return _gemma(vocabulary)
     ids = vocabulary.ids()
-    listed = "tokenizer.ggml.merges" in vocabulary.file.header.spans
-    merges = (
-        vocabulary.merges(ids)
-        if listed
-        else merges_of(ids, dict(zip(vocabulary.tokens, vocabulary.scores, strict=True)))
-    )
     prefix = vocabulary.flag("add_space_prefix", True)
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    steps = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefix else [replace]
+    steps = [{"type": "Prepend", "prepend": _SPACE}, _MARKED_SPACES] if prefix else [_MARKED_SPACES]
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": vocabulary.framed(begins=True, ends=False),
         "decoder": _piece_decoder(strip=prefix),
-        "model": _bpe(ids, merges, unk_token=vocabulary.unknown, fuse_unk=True, byte_fallback=True),
+        "model": _bpe_of_pieces(vocabulary, ids, lambda: dict(zip(vocabulary.tokens, vocabulary.scores, strict=True))),
     }
 
 
@@ -278,20 +272,23 @@ def _gemma(vocabulary: _Vocabulary) -> dict[str, Any]:
     order of the tokens, not their scores, is that of the merges."""
     spelled = [_SPACE * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens]
     ids = vocabulary.ids(spelled)
-    listed = "tokenizer.ggml.merges" in vocabulary.file.header.spans
-    merges = vocabulary.merges(ids) if listed else merges_of(ids, {token: -number for token, number in ids.items()})
+    spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return {
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
+        "normalizer": _MARKED_SPACES,
+        "pre_tokenizer": spaces,
         "post_processor": vocabulary.framed(begins=True, ends=False),
         "decoder": _piece_decoder(strip=False),
-        "model": _bpe(ids, merges, unk_token=vocabulary.unknown, fuse_unk=True, byte_fallback=True),
+        "model": _bpe_of_pieces(vocabulary, ids, lambda: {token: -number for token, number in ids.items()}),
     }
+
+
+def _bpe_of_pieces(
+    vocabulary: _Vocabulary, ids: Mapping[str, int], scores: Callable[[], Mapping[str, float]]
+) -> dict[str, Any]:
+    """Merged as the file lists it, or where it does not by `scores`."""
+    listed = "tokenizer.ggml.merges" in vocabulary.file.header.spans
+    merges = vocabulary.merges(ids) if listed else merges_of(ids, scores())
+    return _bpe(ids, merges, unk_token=vocabulary.unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _likeliest(vocabulary: _Vocabulary) -> dict[str, Any]:
@@ -305,12 +302,8 @@ def _likeliest(vocabulary: _Vocabulary) -> dict[str, Any]:
     if vocabulary.flag("remove_extra_whitespaces", False):
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     prefix = said.get("tokenizer.ggml.add_space_prefix", True)
-    spaces = {
-        "type": "Metaspace",
-        "replacement": _SPACE,
-        "prepend_scheme": "always" if prefix else "never",
-        "split": True,
-    }
+    scheme = "always" if prefix else "never"
+    spaces = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": True}
     unknown = vocabulary.unknown
     vocabulary.ids()  # which refuses doubled tokens
     return {

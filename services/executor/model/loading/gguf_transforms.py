@@ -20,16 +20,26 @@ Settings = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True)
 class Transform:
-    """What was done, and how it is written."""
+    """What was done."""
 
-    # Rows of the model's tensor, the file's name of it, settings: the file's rows
-    write: Callable[[Tensor, str, Settings], Tensor]
     # Rows of a tensor, its name, settings: int64 [rows], the row of the file for each of the model's. Raises
     # `ValueError` where they do not fit.
     order: Callable[[int, str, Settings], Tensor] | None = None
-    numbers: Callable[[Tensor], Tensor] | None = None  # the file's numbers to the model's
+    # (the file's numbers to the model's, the model's to the file's)
+    numbers: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
     # As `order`, of columns: (int64 [blocks], the block of the file for each of the model's; columns of a block)
     columns: Callable[[int, str, Settings], tuple[Tensor, int]] | None = None
+
+    def write(self, rows: Tensor, name: str, settings: Settings) -> Tensor:
+        """The file's rows, of all `rows` of the model's tensor that the file calls `name`."""
+        if self.numbers is not None:
+            rows = self.numbers[1](rows)
+        if self.order is not None:
+            rows = rows[self.order(len(rows), name, settings).argsort()]
+        if self.columns is not None:
+            blocks, width = self.columns(rows.shape[1], name, settings)
+            rows = rows.view(len(rows), -1, width)[:, blocks.argsort()].flatten(1)
+        return rows
 
 
 def transform_of(architecture: GgufArchitecture, name: str) -> Transform | None:
@@ -52,7 +62,7 @@ def _pairs(count: int, name: str, settings: Settings) -> Tensor:
     own = _heads_of(name, settings)
     if count % (2 * own):
         raise ValueError(f"has {count} rows, which are not {own} heads")
-    return torch.arange(count).view(own, -1, 2).transpose(1, 2).reshape(-1)
+    return interleaved(torch.arange(count), own).argsort()
 
 
 def _heads_of(name: str, settings: Settings) -> int:
@@ -106,30 +116,17 @@ def _value_columns(count: int, name: str, settings: Settings) -> tuple[Tensor, i
     return _value_heads(heads, name, settings), count // heads
 
 
-def _written_in(order: Callable[[int, str, Settings], Tensor]) -> Callable[[Tensor, str, Settings], Tensor]:
-    return lambda rows, name, settings: rows[order(rows.shape[0], name, settings).argsort()]
-
-
-def _write_value_columns(rows: Tensor, name: str, settings: Settings) -> Tensor:
-    return _written_in(_value_heads)(rows.T, name, settings).T
-
-
-def _minus_exp(values: Tensor) -> Tensor:
-    return -values.float().exp()
-
+_PLUS_ONE = (lambda values: values.float() - 1, lambda values: values.float() + 1)
+_MINUS_EXP = (lambda values: (-values.float()).log(), lambda values: -values.float().exp())
 
 TRANSFORMS = {
-    "pairs": Transform(write=lambda rows, name, settings: interleaved(rows, _heads_of(name, settings)), order=_pairs),
-    "groups": Transform(write=_written_in(_groups), order=_groups),
-    "plus_one": Transform(write=lambda rows, *_: rows.float() + 1, numbers=lambda values: values.float() - 1),
-    "minus_exp": Transform(write=lambda rows, *_: _minus_exp(rows), numbers=lambda values: (-values.float()).log()),
-    "value_heads": Transform(write=_written_in(_value_heads), order=_value_heads),
-    "value_heads_behind_keys": Transform(write=_written_in(_behind_keys), order=_behind_keys),
-    "value_heads_minus_exp": Transform(
-        write=lambda rows, *of: _minus_exp(_written_in(_value_heads)(rows, *of)),
-        order=_value_heads,
-        numbers=lambda values: (-values.float()).log(),
-    ),
-    "value_columns": Transform(write=_write_value_columns, columns=_value_columns),
-    "turned_halves": Transform(write=_written_in(_turned_halves), order=_turned_halves),
+    "pairs": Transform(_pairs),
+    "groups": Transform(_groups),
+    "plus_one": Transform(numbers=_PLUS_ONE),
+    "minus_exp": Transform(numbers=_MINUS_EXP),
+    "value_heads": Transform(_value_heads),
+    "value_heads_behind_keys": Transform(_behind_keys),
+    "value_heads_minus_exp": Transform(_value_heads, _MINUS_EXP),
+    "value_columns": Transform(columns=_value_columns),
+    "turned_halves": Transform(_turned_halves),
 }

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from services.executor.core.sharding import ShardRange
 from services.executor.families.gguf_architectures import gguf_architecture
-from services.executor.model.loading.composition import Composition, TensorBox, concatenated
+from services.executor.model.loading.composition import Composition, TensorBox, stacked
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
-from services.executor.model.loading.gguf_compositions import COMPOSED, matrix_of
+from services.executor.model.loading.gguf_compositions import COMPOSED, fitted, lacks, matrix_of, misshapen
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
 from services.executor.model.loading.gguf_transforms import Settings, Transform, transform_of
 from services.executor.model.loading.reading import Progress, Read, ReadMeter
@@ -118,15 +117,10 @@ class GgufWeights:
     def _rows(self, name: str, rows: int, width: int) -> list[Composition]:
         """Of a matrix of numbers, which is read as a vector from here on."""
         if name not in self._tensors or self._tensors[name][1].kind.name not in _NUMBERS:
-            raise ModelLoadError(
-                f"The file has no tensor {name} of numbers, which its architecture calls for; fetch it again."
-            )
+            raise lacks(f"{name} of numbers")
         file, tensor = self._tensors[name]
         if tensor.shape not in ((rows, width), (rows * width,)):
-            raise ModelLoadError(
-                f"The tensor {name} has the shape {list(tensor.shape)} where {[rows, width]} is called for; fetch the "
-                "file again."
-            )
+            raise misshapen(name, tensor.shape, (rows, width))
         self._tensors[name] = (file, replace(tensor, shape=(rows * width,)))
         return Composition.whole(name, (rows * width,)).split([width] * rows, 0)
 
@@ -169,7 +163,7 @@ class GgufWeights:
         have a few vectors by groups, as rows."""
         file, tensor = self._tensors[name]
         plain = len(tensor.shape) == len(shape) <= 2
-        is_vector = len(shape) == 1 and tensor.kind.name in _NUMBERS and prod(tensor.shape) == shape[0]
+        is_vector = len(shape) == 1 and tensor.kind.name in _NUMBERS and math.prod(tensor.shape) == shape[0]
         if plain or not (is_vector or _squeezed(tensor.shape) == _squeezed(shape)):
             return Composition.whole(name, tensor.shape)
         if not shape:
@@ -189,19 +183,14 @@ class GgufWeights:
         if end.startswith("experts.") and len(shape) > 2:
             return _of_experts(names, self.shapes)
         if missing := [name for name in names if name not in self._tensors]:
-            raise ModelLoadError(
-                f"The file has no tensor {missing[0]}, which its architecture calls for; fetch it again."
-            )
+            raise lacks(missing[0])
         stored = [self._tensors[name][1].shape for name in names]
-        try:
-            if end.startswith("experts."):  # their biases, side by side
-                return concatenated([Composition.whole(*one) for one in zip(names, stored, strict=True)], 1)
-            rows = [(_squeezed(one) or (1,))[0] for one in stored]
-            return concatenated(
-                [self._whole(name, (count, *shape[1:])) for name, count in zip(names, rows, strict=True)], 0
-            )
-        except ValueError as error:
-            raise ModelLoadError(f"The file's {', '.join(names)} do not fit ({error}); fetch it again.") from error
+        if end.startswith("experts."):  # their biases, side by side
+            pieces = [Composition.whole(*one) for one in zip(names, stored, strict=True)]
+            return fitted(pieces, 1, ", ".join(names))
+        rows = [(_squeezed(one) or (1,))[0] for one in stored]
+        pieces = [self._whole(name, (count, *shape[1:])) for name, count in zip(names, rows, strict=True)]
+        return fitted(pieces, 0, ", ".join(names))
 
     def rotary_factors(self) -> Tensor | None:
         """float32 [frequencies]: what each is divided by, where the file has factors (Llama 3.1) and the configuration
@@ -320,7 +309,7 @@ class GgufWeights:
                     numbers = numbers[:, part.origin[-1] : part.origin[-1] + part.size[-1]]
                 numbers = numbers.reshape(-1, *part.size[1:])
                 if transform is not None and transform.numbers is not None:
-                    numbers = transform.numbers(numbers)
+                    numbers = transform.numbers[0](numbers)
                 place[first : first + len(numbers)].copy_(numbers)
                 meter.add(raw.numel())
         return made if read.codec is None else quantize(made, read.codec)
@@ -417,16 +406,6 @@ def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> 
     sides = []
     for name in names:
         if len(shape := shapes.get(name, ())) != 3:
-            raise ModelLoadError(
-                f"The file has no tensor {name} of three dimensions, which its architecture calls for; fetch it again."
-            )
-        count, rows, columns = shape
-        parts = (
-            TensorBox(name, (None, 0, 1), (0, expert * rows, 0), (expert, 0, 0), (1, rows, columns))
-            for expert in range(count)
-        )
-        sides.append(Composition(shape, tuple(parts)))
-    try:
-        return concatenated(sides, 1)
-    except ValueError as error:
-        raise ModelLoadError(f"The file's {', '.join(names)} do not fit ({error}); fetch it again.") from error
+            raise lacks(f"{name} of three dimensions")
+        sides.append(stacked([matrix_of(name, expert, shapes) for expert in range(shape[0])], 0))
+    return fitted(sides, 1, ", ".join(names))

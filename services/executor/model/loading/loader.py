@@ -41,6 +41,7 @@ from services.executor.model.loading.text_models import know_causal
 from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.parallel.latent import register_latent_attention
 from services.executor.model.parallel.layers import (
+    LIKE_MODULE,
     LinearShard,
     StoredExperts,
     TensorSlice,
@@ -71,11 +72,6 @@ _CPU = torch.device("cpu")
 LOADING = threading.Lock()
 
 
-def context_length(config: Any) -> int:
-    """Most tokens of one sequence. Raises `ModelLoadError` where the configuration does not say."""
-    return longest_context(config)
-
-
 def load_model(
     directory: Path,
     dtype: torch.dtype,
@@ -98,7 +94,7 @@ def load_model(
     scales for groups lie on the host, whatever `device` is; with `defer_codes` they are read when they are packed.
     `quantizes_experts`: whether experts on the host are like linear layers where `dtype` is fp32 too.
     `before_reading` is told how many bytes the weights will take at least, when all is known of them but their values.
-    `context`: most tokens of one sequence, by which rotary frequencies may be chosen; None: `context_length`'s.
+    `context`: most tokens of one sequence, by which rotary frequencies may be chosen; None: `longest_context`'s.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -115,7 +111,7 @@ def load_model(
         def with_experts(parameter: _Parameter) -> bool:
             if platform_of(device).is_host:
                 return of_host and (dtype is torch.bfloat16 or quantizes_experts)
-            return dtype is torch.bfloat16 and parameter.stored is None
+            return dtype is torch.bfloat16 and parameter.stored == LIKE_MODULE
 
         model, plan = _planned(
             directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts, context
@@ -206,14 +202,7 @@ def _planned(
         config.tie_word_embeddings = True  # one is built that nobody asks
     model, ties = build_causal(config, dtype)
     fix_frequencies(model, context or longest_context(config))
-    if isinstance(files, GgufWeights):
-        sources = files.sources(model)
-        files.scale_frequencies(model)
-    else:
-        sources = find_sources(model, files.shapes)
-        first = {name for name, tensor in files.coded.items() if tensor.outputs_first}
-        turned = (name for name, content in sources.parameters.items() if content.parts[0].source in first)
-        sources = replace(sources, outputs_first=dict.fromkeys(turned, False))
+    sources = sources_in(files, model)
     apply_plan(model, config, layout, collectives)
     parameters = parameters_of(model, ties)
     plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
@@ -221,8 +210,20 @@ def _planned(
     check_leftovers(model, names, sources, files, directory)
     if isinstance(files, WeightFiles):
         check_ties(names, sources, files, directory)
-    _say_heads(files, config)
+        _say_heads(files, config)
     return model, plan
+
+
+def sources_in(files: WeightFiles | GgufWeights, model: Any) -> CheckpointSources:
+    """Which of their tensors each parameter of `model` is made of, as transformers builds it; its rotary frequencies
+    are scaled as a GGUF file says."""
+    if isinstance(files, GgufWeights):
+        files.scale_frequencies(model)
+        return files.sources(model)
+    sources = find_sources(model, files.shapes)
+    first = {name for name, tensor in files.coded.items() if tensor.outputs_first}
+    turned = (name for name, content in sources.parameters.items() if content.parts[0].source in first)
+    return replace(sources, outputs_first=dict.fromkeys(turned, False))
 
 
 def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collectives: Collectives) -> nn.Module:
@@ -294,13 +295,12 @@ class _Parameter:
     # (module, attribute): more than one where parameters are tied.
     targets: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # what the model calls it
-    stored: StoredExperts | None = None  # how files have it, where it is experts' and otherwise than the model does
+    stored: StoredExperts = LIKE_MODULE  # how files have it
 
     @property
     def of_experts(self) -> bool:
         """Whether it is read as the weights [out, in] of all experts, one below the other."""
-        turned = self.stored is not None and self.stored.outputs_first
-        return turned or all(holds_experts(module, leaf) for module, leaf in self.targets)
+        return self.stored.outputs_first or all(holds_experts(module, leaf) for module, leaf in self.targets)
 
     @property
     def may_be_quantized(self) -> bool:
@@ -358,8 +358,7 @@ def plan_reads(
         content, piece = sources.parameters[found], parameter.piece
         if found in sources.outputs_first:
             parameter.stored = StoredExperts.of(*parameter.targets[0], sources.outputs_first[found])
-        if piece is not None and parameter.stored is not None:
-            piece = parameter.stored.piece(piece)
+        piece = piece and parameter.stored.piece(piece)
         if piece is not None and piece.transposed:
             content = content.transposed(0, 1)
         _check_shape(found, parameter, content.shape)
@@ -381,8 +380,7 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
     expected = list(parameter.shape)
     if parameter.piece is not None:
         expected[parameter.piece.dim] = parameter.piece.full
-    if parameter.stored is not None:
-        expected = parameter.stored.shape(expected)
+    expected = parameter.stored.shape(expected)
     if list(stored) != expected:
         raise ModelLoadError(
             f"The tensor {name} has the shape {list(stored)} where config.json calls for {expected}; "
@@ -390,9 +388,7 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
         )
 
 
-def _say_heads(files: WeightFiles | GgufWeights, config: Any) -> None:
-    if not isinstance(files, WeightFiles):
-        return
+def _say_heads(files: WeightFiles, config: Any) -> None:
     heads = heads_among(files.shapes, config, files.stored_bytes)
     if heads.tensors:
         log.info(
@@ -412,10 +408,7 @@ def place(parameter: _Parameter, held: Weight) -> None:
                 assert isinstance(module, WeightShard), "only linear layers, embeddings and experts are quantised"
                 module.keep_quantized(held)
         return
-    if parameter.stored is not None:
-        held = parameter.stored.restored(held.view(parameter.stored.shape(list(parameter.shape))))
-    elif parameter.of_experts:
-        held = held.view(parameter.shape)
+    held = parameter.stored.restored(held.view(parameter.stored.shape(list(parameter.shape))))
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
     for module, attribute in parameter.targets:
         setattr(module, attribute, value)

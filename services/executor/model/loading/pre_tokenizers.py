@@ -17,10 +17,10 @@ def _llama3(digits: str) -> str:
     return rf"{_WORDS}|{_LEAD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
 
 
-def _cased(digits: str, words: str, rest: str = _REST) -> str:
+def _cased(digits: str, words: str) -> str:
     """Words are cut where lower case is followed by upper case, as of `camelCase`."""
     first, second = rf"{_LEAD}{_UPPER}*{_LOWER}+{words}", rf"{_LEAD}{_UPPER}+{_LOWER}*{words}"
-    return rf"{first}|{second}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{rest}"
+    return rf"{first}|{second}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 
 
 _LLAMA = _llama3(r"\p{N}{1,3}")

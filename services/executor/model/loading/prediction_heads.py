@@ -32,13 +32,9 @@ def is_of_heads(name: str, config: Any) -> bool:
     layers = getattr(config, "num_hidden_layers", None)
     if found is None or not isinstance(layers, int):
         return False
-    return layers <= int(found[2]) < layers + head_layers(config)
-
-
-def head_layers(config: Any) -> int:
-    """How many such layers the model of this text configuration has."""
     counts = (getattr(config, count, None) for count in _COUNTS)
-    return max((count for count in counts if isinstance(count, int)), default=0)
+    heads = max((count for count in counts if isinstance(count, int)), default=0)
+    return layers <= int(found[2]) < layers + heads
 
 
 def heads_among(names: Iterable[str], config: Any, bytes_of: Callable[[str], int]) -> PredictionHeads:

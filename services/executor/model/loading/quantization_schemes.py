@@ -224,14 +224,13 @@ def _fp8_by(scale: str, block: tuple[int, int] | None, parts: Parts) -> CodedTen
 
 
 def _mxfp4(settings: dict[str, Any]) -> Find:
-    def make(parts: Parts) -> CodedTensor:
-        return Mxfp4(parts["_blocks"], parts["_scales"])
+    needed = ("_blocks", "_scales")
 
     def find(tensors: Tensors) -> Iterator[StoredCodes]:
         for name in sorted(tensors):
             if name.endswith("_blocks"):
                 base = name.removesuffix("_blocks")
-                yield StoredCodes(base, base, ("_blocks", "_scales"), (), make)
+                yield StoredCodes(base, base, needed, (), lambda parts: Mxfp4(*(parts[part] for part in needed)))
 
     return find
 

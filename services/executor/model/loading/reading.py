@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import structlog
 import torch
@@ -65,44 +64,33 @@ def read_all(reads: Sequence[Read], files: WeightFiles, device: torch.device, pr
     Those that defer their codes keep the files mapped, each until it is let go.
     Raises `ModelLoadError` where the files cannot be read or hold codes that make no sense.
     """
+    meter = ReadMeter(progress, sum(read.nbytes for read in reads))
     coded = [any(part.source in files.coded for part in read.content.parts) for read in reads]
-    sizes = [
-        sum(read.nbytes for read, is_one in zip(reads, coded, strict=True) if is_one is kind) for kind in (True, False)
-    ]
-    done = [0, 0]
-
-    def tell(kind: int, count: int, _: int) -> None:
-        done[kind] = count
-        progress(sum(done), sum(sizes))
-
-    held: list[Weight] = []
-    if any(coded):
-        meter = ReadMeter(partial(tell, 0), sizes[0])
-        held = _read_coded([read for read, is_one in zip(reads, coded, strict=True) if is_one], files, device, meter)
-    plain = [read for read, is_one in zip(reads, coded, strict=True) if not is_one]
-    rest = iter(_read_plain(plain, files, device, partial(tell, 1)))
-    first = iter(held)
-    return [next(first if is_one else rest) for is_one in coded]
+    of_codes, plain = ([read for read, one in zip(reads, coded, strict=True) if one is kind] for kind in (True, False))
+    first, rest = iter(_read_coded(of_codes, files, device, meter)), iter(_read_plain(plain, files, device, meter))
+    held = [next(first if is_one else rest) for is_one in coded]
+    if not any(isinstance(weight, DeferredRows) for weight in held):
+        meter.finish()
+    return held
 
 
-def _read_plain(reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress) -> list[Weight]:
+def _read_plain(reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "ReadMeter") -> list[Weight]:
     platform = platform_of(device)
     if platform.is_host and not any(read.codec for read in reads):
-        return [*_read_to_host(reads, files, device, progress)]
-    return stream_all(reads, files, device, progress, platform.carriers(device), streaming.lanes_here())
+        return [*_read_to_host(reads, files, device, meter)]
+    return stream_all(reads, files, device, meter, platform.carriers(device), streaming.lanes_here())
 
 
 def stream_all(
     reads: Sequence[Read],
     files: WeightFiles,
     device: torch.device,
-    progress: Progress,
+    meter: "ReadMeter",
     make_carrier: Callable[[], Carrier],
     lanes: int,
 ) -> list[Weight]:
     """`read_all` by `lanes` threads, through what `make_carrier` makes for each."""
     rooms = [_room(read, device) for read in reads]
-    meter = ReadMeter(progress, sum(read.nbytes for read in reads))
     pieces = (piece for read, into in zip(reads, rooms, strict=True) for piece in _streamed(read, into, files))
     streaming.carry_all(pieces, files, make_carrier, meter.add, lanes)
     platform_of(device).free_buffers()
@@ -112,15 +100,13 @@ def stream_all(
         into = held[index]
         if read.codec is not None and isinstance(into, Tensor):
             held[index] = quantize(into, read.codec)
-    meter.finish()
     return held
 
 
 def _room(read: Read, device: torch.device) -> Tensor | Quantized | QuantizedRows:
     """Where `read` goes; plain at first where its rows do not come whole."""
     shape = read.content.shape
-    # No checkpoint has values of more than eight bytes.
-    if read.codec is not None and streaming.can_encode_by_rows(read.content.parts, shape, 8):
+    if read.codec is not None and streaming.can_encode_by_rows(read.content.parts, shape):
         return empty(shape, read.codec, device)
     return torch.empty(shape, dtype=read.dtype, device=device)
 
@@ -131,7 +117,6 @@ def _streamed(
     for part in read.content.parts:
         if not isinstance(into, Tensor):
             assert read.codec is not None, "only a weight with a codec is quantised"
-            assert not isinstance(into, DeferredRows), "only what is coded is read later"
             yield from streaming.coded_pieces_of(part, files, into, read.codec, read.dtype)
         else:
             yield from streaming.pieces_of(part, files, into, read.dtype.itemsize)
@@ -240,9 +225,8 @@ def _unpacked(part: TensorBox, files: WeightFiles) -> Tensor:
     return values.permute([axis for axis in part.axes if axis is not None]).reshape(part.size)
 
 
-def _read_to_host(reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress) -> list[Tensor]:
+def _read_to_host(reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "ReadMeter") -> list[Tensor]:
     held = allocate([(read.content.shape, read.dtype) for read in reads], device)
-    meter = ReadMeter(progress, sum(read.nbytes for read in reads))
     with torch.no_grad():
         for read, tensor in zip(reads, held, strict=True):
             for part in read.content.parts:
@@ -251,7 +235,6 @@ def _read_to_host(reads: Sequence[Read], files: WeightFiles, device: torch.devic
                     place.copy_(stored)
                     files.release(part.source, stored)
                     meter.add(place.numel() * read.dtype.itemsize)
-    meter.finish()
     return held
 
 

@@ -143,9 +143,12 @@ def coded_pieces_of(
         yield TransferPiece(part.source, some, partial(put_coded, room, codec, dtype), some.numel() * dtype.itemsize)
 
 
-def can_encode_by_rows(parts: Sequence[TensorBox], shape: tuple[int, ...], widest: int) -> bool:
-    """Whether `parts` have whole rows of a weight of `shape`, and a row of `widest` bytes a value fits a buffer."""
-    return shape[1] * widest <= PIECE and all(part.size[1] == shape[1] for part in parts)
+_WIDEST = 8  # bytes of a value, in any checkpoint
+
+
+def can_encode_by_rows(parts: Sequence[TensorBox], shape: tuple[int, ...]) -> bool:
+    """Whether `parts` have whole rows of a weight of `shape`, each of which fits a buffer."""
+    return shape[1] * _WIDEST <= PIECE and all(part.size[1] == shape[1] for part in parts)
 
 
 def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[tuple[slice, ...]]:

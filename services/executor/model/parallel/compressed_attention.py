@@ -107,7 +107,8 @@ class CompressedAttention:
         assert step.store.states is not None, "the store was made with slots"
         states = step.store.states.tensors(self._slot)
         windows = ring_of(step, self._window).keep(states["window"], tokens)
-        made = [part.keep(step, states, hidden) for part in self._parts]
+        parts = [part for part in (self._lines, self._indexer) if part is not None]
+        made = [part.keep(step, states, hidden) for part in parts]  # first those that are attended to
         out = torch.empty_like(asked.queries)
         rule = ScoreRule(self._module.scaling, sinks=self._module.sinks.view(1, -1))
         if step.num_decodes:
@@ -115,11 +116,6 @@ class CompressedAttention:
         for piece, window in zip(step.recurrent.pieces, windows, strict=True):
             self._attend_piece(step, asked, (piece, window), made, rule, out)
         return out
-
-    @property
-    def _parts(self) -> list["_Compressor"]:
-        """What makes lines of the layer: first those that are attended to."""
-        return [part for part in (self._lines, self._indexer) if part is not None]
 
     def _attend_decodes(self, step: StepContext, asked: "_Asked", window: Tensor, rule: ScoreRule, out: Tensor) -> None:
         batch, slots = step.decodes(None), step.recurrent.slots

@@ -35,7 +35,14 @@ from services.executor.model.attention import (
 )
 from services.executor.model.indexing import IndexerMasks
 from services.executor.model.parallel.layers import LatentWeight
-from services.executor.model.step_context import PrefillChunk, ScoreRule, StepContext, attend_decodes, attend_prefill
+from services.executor.model.step_context import (
+    PrefillChunk,
+    ScoreRule,
+    StepContext,
+    attend_decodes,
+    attend_prefill,
+    causal,
+)
 
 # The attention of models in which some layers keep latents; their other layers have `paged_attention`.
 LATENT_NAME = "ryzanstein_latent"
@@ -123,14 +130,8 @@ def _among(chunk: PrefillChunk, chosen: Tensor | None) -> Tensor | None:
     """The chunk's mask, with what is not `chosen` bool [rows, K] hidden too."""
     if chosen is None:
         return chunk.mask
-    mask = chunk.mask
-    if mask is None:
-        mask = _causal(len(chosen), chosen.device)
+    mask = causal(len(chosen), chosen.device) if chunk.mask is None else chunk.mask
     return mask.masked_fill(~chosen, float("-inf"))
-
-
-def _causal(rows: int, device: torch.device) -> Tensor:
-    return torch.full((rows, rows), float("-inf"), device=device).triu(1)
 
 
 def _attend_chunk(query: Tensor, lines: Tensor, mask: Tensor | None, weight: LatentWeight, rule: ScoreRule) -> Tensor:
@@ -176,7 +177,7 @@ def over_lines(query: Tensor, lines: Tensor, mask: Tensor | None, rule: ScoreRul
     """
     rows, heads, width = query.shape
     if mask is None:
-        mask = _causal(rows, query.device).to(query.dtype)
+        mask = causal(rows, query.device, query.dtype)
     flat = query.reshape(1, 1, rows * heads, width)
     if rule.sinks is not None:
         rule = replace(rule, sinks=rule.sinks.repeat(1, rows))

@@ -16,7 +16,7 @@ Norms of queries and keys:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.nn import functional
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout, ShardRange, split_dimension
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.model.weight_formats import Packed, Quantized, Weight, packed_product
+from services.executor.model.weight_formats import CodedWeight, Quantized, Weight, packed_product
 from shared.errors import ModelLoadError
 
 
@@ -66,8 +66,6 @@ def merged(spans: list[ShardRange]) -> tuple[ShardRange, ...]:
     return tuple(joined)
 
 
-# The weights of all of a layer's experts, quantised as one.
-StackedWeight = Quantized | QuantizedRows | DeferredRows | Packed
 _SLICES = "slices"
 _ELSEWHERE = "elsewhere"
 _QUANTIZED = "quantized_experts"
@@ -88,10 +86,10 @@ def hold(module: nn.Module, name: str, like: Tensor, piece: TensorSlice) -> None
     slices[name] = piece
 
 
-def held_transposed(module: nn.Module, name: str) -> None:
-    """Notes that the checkpoint holds the parameter the other way."""
+def held_transposed(module: nn.Module) -> None:
+    """Notes that the checkpoint holds the weight the other way."""
     slices: dict[str, TensorSlice] = module.__dict__[_SLICES]
-    slices[name] = replace(slices[name], transposed=True)
+    slices["weight"] = replace(slices["weight"], transposed=True)
 
 
 def leave_out(module: nn.Module, name: str) -> None:
@@ -116,18 +114,18 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of all experts of a layer, as 
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """How files, and codes, hold a parameter of experts otherwise than their module."""
+    """How files, and codes, hold a parameter; of experts it may be otherwise than their module does."""
 
-    outputs_first: bool  # [experts, out, in], where the module has [experts, in, out]
-    halves: bool  # all gate values before all up values, which take turns in the module
+    outputs_first: bool = False  # [experts, out, in], where the module has [experts, in, out]
+    halves: bool = False  # all gate values before all up values, which take turns in the module
 
     @classmethod
-    def of(cls, module: Any, name: str, halves: bool) -> "StoredExperts | None":
+    def of(cls, module: Any, name: str, halves: bool) -> Self:
         """Of parameter `name` of `module` in files that have outputs first; `halves`: and all gate values before all up
-        values. None: as the module has it."""
+        values."""
         first = name in EXPERT_WEIGHTS and bool(getattr(module, "is_transposed", False))
         joined = halves and name.startswith(EXPERT_WEIGHTS[0]) and not getattr(module, "is_concatenated", True)
-        return cls(first, joined) if first or joined else None
+        return cls(first, joined)
 
     def shape(self, shape: list[int]) -> list[int]:
         """The files', of the module's `shape`."""
@@ -156,8 +154,11 @@ def holds_experts(module: nn.Module, name: str) -> bool:
     return name in ("up_proj", *EXPERT_WEIGHTS) and plain and hasattr(module, name)  # some have no gate
 
 
+LIKE_MODULE = StoredExperts()
+
+
 def keep_quantized_experts(
-    module: nn.Module, name: str, weight: "StackedWeight | None", stored: StoredExperts | None = None
+    module: nn.Module, name: str, weight: "CodedWeight | None", stored: StoredExperts = LIKE_MODULE
 ) -> None:
     """Holds `weight` [experts * out, in], in the order of `stored`, in place of the plain one; None: neither."""
     plain: nn.Parameter = getattr(module, name)
@@ -166,21 +167,21 @@ def keep_quantized_experts(
     module.__dict__.setdefault(_QUANTIZED, {})[name] = weight
 
 
-def expert_weight_of(module: nn.Module, name: str) -> "Tensor | StackedWeight":
+def expert_weight_of(module: nn.Module, name: str) -> "Tensor | CodedWeight":
     """The weights of all experts as they were loaded: plain [experts, out, in], or quantised [experts * out, in]."""
-    kept: StackedWeight | None = module.__dict__.get(_QUANTIZED, {}).get(name)
+    kept: CodedWeight | None = module.__dict__.get(_QUANTIZED, {}).get(name)
     plain: Tensor = getattr(module, name)
     return plain if kept is None else kept
 
 
-def quantized_experts(module: nn.Module) -> "dict[str, StackedWeight]":
+def quantized_experts(module: nn.Module) -> "dict[str, CodedWeight]":
     """The weights that `keep_quantized_experts` holds in `module`, by parameter."""
     return {name: kept for name, kept in module.__dict__.get(_QUANTIZED, {}).items() if kept is not None}
 
 
-def stored_of(module: nn.Module, name: str) -> StoredExperts | None:
-    """The order of what `keep_quantized_experts` was given; None: the module's."""
-    stored: StoredExperts | None = module.__dict__.get(_STORED, {}).get(name)
+def stored_of(module: nn.Module, name: str) -> StoredExperts:
+    """The order of what `keep_quantized_experts` was given."""
+    stored: StoredExperts = module.__dict__.get(_STORED, {}).get(name, LIKE_MODULE)
     return stored
 
 
@@ -201,9 +202,8 @@ def expert_product(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 def takes_turns(module: nn.Module, name: str) -> bool:
     """Whether gate and up values of `expert_weight_of` take turns, where that is quantised."""
-    stored = stored_of(module, name)
     concatenated: bool = getattr(module, "is_concatenated", True)
-    return name == EXPERT_WEIGHTS[0] and not concatenated and not (stored is not None and stored.halves)
+    return name == EXPERT_WEIGHTS[0] and not concatenated and not stored_of(module, name).halves
 
 
 def unpack_experts(model: nn.Module) -> None:
@@ -219,10 +219,9 @@ def unpack_experts(model: nn.Module) -> None:
             for expert in range(count):
                 rows = kept.rows(expert * outputs, (expert + 1) * outputs)
                 experts[expert] = (rows.read() if isinstance(rows, DeferredRows) else rows).dequantized()
-            stored: StoredExperts | None = module.__dict__[_STORED].pop(name)
-            experts = experts if stored is None else stored.restored(experts)
-            setattr(module, name, nn.Parameter(experts, requires_grad=False))
-        module.__dict__.pop(_QUANTIZED, None)
+            setattr(module, name, nn.Parameter(stored_of(module, name).restored(experts), requires_grad=False))
+        for held in (_QUANTIZED, _STORED):
+            module.__dict__.pop(held, None)
 
 
 class WeightShard(nn.Module):
@@ -232,14 +231,14 @@ class WeightShard(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._quantized: Quantized | QuantizedRows | DeferredRows | Packed | None = None
+        self._quantized: CodedWeight | None = None
 
     @property
     def stored(self) -> Weight:
         """The weight [out, in] as it was loaded: plain or quantised."""
         return self.weight if self._quantized is None else self._quantized
 
-    def keep_quantized(self, weight: Quantized | QuantizedRows | DeferredRows | Packed | None) -> None:
+    def keep_quantized(self, weight: CodedWeight | None) -> None:
         """Holds `weight` in place of the plain one, which is empty from now on; None: lets go of it."""
         self._quantized = weight
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
@@ -377,21 +376,13 @@ class VocabParallelEmbedding(WeightShard):
         return functional.embedding(rows, self.weight)
 
 
-class VocabParallelHead(LinearShard):
-    """`span` of the output layer: local logits only, [..., hidden] -> [..., span]."""
+class VocabParallelHead(ColumnParallelLinear):
+    """A rank's span of the output layer: local logits only, [..., hidden] -> [..., span]."""
 
     def __init__(self, head: nn.Linear, rank: int, world_size: int):
-        super().__init__()
         spans = split_dimension(head.out_features, world_size)
+        super().__init__(head, spans[rank])
         self.widths = [span.size for span in spans]  # logits of each rank, in rank order
-        piece = TensorSlice(0, (spans[rank],), head.out_features)
-        hold(self, "weight", head.weight, piece)
-        self.register_parameter("bias", None)
-        if head.bias is not None:
-            hold(self, "bias", head.bias, piece)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.multiply(hidden)
 
 
 class WideNorm(nn.Module):

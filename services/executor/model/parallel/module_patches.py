@@ -35,6 +35,8 @@ from shared.errors import ModelLoadError
 
 _LEFT = "step_left"
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
+_Waves = tuple[Tensor, Tensor]  # cosines and sines of a step's positions
 _Forward = Callable[..., tuple[Tensor | None, ...] | list[Tensor]]
 
 
@@ -116,17 +118,13 @@ class _StepAsCache:
         return query_length, 0
 
 
-def _step_as_cache(
-    module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _step_as_cache(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Arguments:
     step = named.pop("step")
     return arguments, {**named, "past_key_values": _StepAsCache(step)}
 
 
-def _leave_step(attentions: Mapping[str, nn.Module]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    def hook(
-        module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _leave_step(attentions: Mapping[str, nn.Module]) -> Callable[..., _Arguments]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Arguments:
         step = _StepAsCache(named.pop("step"))
         for attention in attentions.values():
             attention.__dict__[_LEFT] = step
@@ -135,15 +133,11 @@ def _leave_step(attentions: Mapping[str, nn.Module]) -> Callable[..., tuple[tupl
     return hook
 
 
-def _any_mask(
-    module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _any_mask(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Arguments:
     return arguments, {**named, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
 
 
-def _cache_as_step(
-    module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _cache_as_step(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Arguments:
     return arguments, {**named, "past_key_values": None, "step": named["past_key_values"].step}
 
 
@@ -155,7 +149,7 @@ def _falcon(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
         bias = partial(_bias, attention, layout.head_dim**-0.5)
 
     def forward(
-        hidden: Tensor, *, layer_past: _StepAsCache, position_embeddings: tuple[Tensor, Tensor], **others: Any
+        hidden: Tensor, *, layer_past: _StepAsCache, position_embeddings: _Waves, **others: Any
     ) -> tuple[Tensor, None]:
         query, key, value = _by_group(attention.query_key_value(hidden), layout)
         if bias is None:
@@ -216,7 +210,7 @@ def _gpt_neox_japanese(attention: Any, config: Any, layout: ShardLayout) -> _For
     rotary: int = attention.rotary_ndims
 
     def forward(
-        hidden: Tensor, *, layer_past: _StepAsCache, position_embeddings: tuple[Tensor, Tensor], **others: Any
+        hidden: Tensor, *, layer_past: _StepAsCache, position_embeddings: _Waves, **others: Any
     ) -> tuple[Tensor, None, Tensor]:
         query, key, value = _by_group(attention.query_key_value(hidden), layout)
         turned = rotate_falcon(query[..., :rotary], key[..., :rotary], *position_embeddings)
@@ -268,11 +262,7 @@ def _jetmoe(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     attention.register_buffer("counted", counted, persistent=False)
 
     def forward(
-        hidden_states: Tensor,
-        *,
-        past_key_values: _StepAsCache,
-        position_embeddings: tuple[Tensor, Tensor],
-        **others: Any,
+        hidden_states: Tensor, *, past_key_values: _StepAsCache, position_embeddings: _Waves, **others: Any
     ) -> tuple[Tensor, None, None]:
         queries, _, topology = experts.map(hidden_states)
         tokens = hidden_states.shape[:2]
@@ -313,11 +303,7 @@ def _diffllama(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     half = layout.head_dim // 2
 
     def forward(
-        hidden_states: Tensor,
-        *,
-        past_key_values: _StepAsCache,
-        position_embeddings: tuple[Tensor, Tensor],
-        **others: Any,
+        hidden_states: Tensor, *, past_key_values: _StepAsCache, position_embeddings: _Waves, **others: Any
     ) -> tuple[Tensor, None]:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         parts = (p(hidden_states).view(1, hidden_states.shape[1], -1, half).transpose(1, 2) for p in projections)
@@ -348,11 +334,7 @@ def _doge(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     scaling = layout.head_dim**-0.5
 
     def forward(
-        hidden_states: Tensor,
-        *,
-        past_key_values: _StepAsCache,
-        position_embeddings: tuple[Tensor, Tensor],
-        **others: Any,
+        hidden_states: Tensor, *, past_key_values: _StepAsCache, position_embeddings: _Waves, **others: Any
     ) -> tuple[Tensor, None]:
         projected = attention.v_proj(hidden_states)
         query, key = (_heads(projection(hidden_states), layout) for projection in (attention.q_proj, attention.k_proj))

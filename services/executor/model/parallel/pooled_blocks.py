@@ -79,8 +79,6 @@ class _Indexer:
         return turned[:, 0]
 
     def _of_decodes(self, step: StepContext, queries: Tensor) -> list[Tensor]:
-        if not step.num_decodes:
-            return []
         batch, made = step.decodes(None), []
         for bucket in batch.buckets:
             own = batch.rows_of(bucket, queries.device)
@@ -95,11 +93,7 @@ class _Indexer:
     def _of_chunk(self, step: StepContext, chunk: PrefillChunk, queries: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
         rows = slice(chunk.start, chunk.stop)
         keys, hidden = self._lines.of_rows(step, rows, made)
-        if chunk.positions is not None:
-            positions = chunk.positions
-        else:
-            seen = chunk.stop - chunk.start if chunk.mask is None else chunk.mask.shape[1]
-            positions = torch.arange(seen, device=queries.device)
+        positions = chunk.key_positions(queries.device)
         ends = positions[(positions + 1) % self._tokens == 0] // self._tokens
         blocks = positions // self._tokens
         count = int(blocks.max()) + 1

@@ -161,7 +161,7 @@ def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: 
         _attend_to_pages(attention, config, states, layer, layouts[layer])
     rewire_attention(model, config, modules, layout)
     for name, first in repeated.items():
-        _replace(base, name, base.get_submodule(first))
+        base.set_submodule(name, base.get_submodule(first))
     _split_vocabulary(model, layout, collectives, tied)
     compute_chosen_logits(model)
 
@@ -230,7 +230,8 @@ class _Splitter:
     def split(self, name: str, style: Style) -> None:
         if _LAYER.search(name):
             self._layout = self._layouts[_layer_of(name)]
-        parent, leaf = _parent(self._base, name)
+        path, _, leaf = name.rpartition(".")
+        parent = self._base.get_submodule(path)
         module = getattr(parent, leaf)
         layout = self._layout
         if style is Style.EXPERTS:
@@ -283,7 +284,7 @@ class _Splitter:
         inputs, outputs = linear.weight.shape
         same = nn.Linear(inputs, outputs, device="meta", dtype=linear.weight.dtype)
         shard = self._share(same, name, style)
-        held_transposed(shard, "weight")
+        held_transposed(shard)
         return shard
 
     def _share(self, linear: nn.Linear, name: str, style: Style) -> LinearShard:
@@ -336,11 +337,6 @@ def _check_width(name: str, width: int, expected: int) -> None:
             f"The attention projection or norm {name} is {width} wide where the heads in config.json make "
             f"{expected}; models whose heads differ in shape are not served."
         )
-
-
-def _parent(base: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return base.get_submodule(path), leaf
 
 
 def _localise_attention(attention: Any, layout: ShardLayout, is_fused: bool) -> None:
@@ -472,21 +468,17 @@ def _split_vocabulary(model: Any, layout: ShardLayout, collectives: Collectives,
     # An embedding that does more than look up and scale keeps all rows on every rank.
     if type(embedding) is nn.Embedding or type(embedding).__name__.endswith(_SCALED_EMBEDDING):
         split = VocabParallelEmbedding(embedding, layout.dimension(embedding.num_embeddings), collectives)
-        _replace(model, _name_of(model, embedding), split)
+        model.set_submodule(_name_of(model, embedding), split)
         if tied:
             head.weight = split.weight
-    _replace(model, head_name, head)
+    model.set_submodule(head_name, head)
     for name, other in [*model.named_modules()]:
         of_layer = type(other).__name__.endswith(_SCALED_EMBEDDING) or name.endswith(_NGRAM_EMBEDDING)
         if isinstance(other, nn.Embedding) and of_layer:
-            _replace(model, name, VocabParallelEmbedding(other, layout.dimension(other.num_embeddings), collectives))
+            rows = layout.dimension(other.num_embeddings)
+            model.set_submodule(name, VocabParallelEmbedding(other, rows, collectives))
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     names: list[str] = [name for name, module in model.named_modules() if module is wanted]
     return names[0]
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, leaf = _parent(model, name)
-    setattr(parent, leaf, module)

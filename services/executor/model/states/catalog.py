@@ -4,10 +4,9 @@ keep it are refused, others are served as ever."""
 from services.executor.families.registry import family_of
 from services.executor.model.states.attention import BIASED_KEYS, CHUNKED, SHARED_KEYS
 from services.executor.model.states.base import StateKind
-from services.executor.model.states.compressed import COMPRESSED
 from services.executor.model.states.convolutions import CONVOLVED_KEYS, SHORT_CONVOLUTION
 from services.executor.model.states.delta_rules import GATED_DELTA, GATED_DELTA_BESIDE_NGRAMS, KIMI_DELTA
-from services.executor.model.states.latent import CHOSEN_BLOCKS, INDEXED, LATENT
+from services.executor.model.states.latent import CHOSEN_BLOCKS, COMPRESSED, INDEXED, LATENT
 from services.executor.model.states.linear_attention import LIGHTNING, MATRIX_MEMORY, RWKV
 from services.executor.model.states.scans import GATED_RECURRENCE, SELECTIVE_SCAN, STATE_SPACE
 from shared.errors import ModelLoadError

@@ -135,9 +135,9 @@ class BuiltShare(Share):
     """Of the checkpoint. What builds is imported when something is built."""
 
     def __init__(self, request: ShareRequest, backend: "Backend") -> None:
-        from services.executor.model.catalogue import check_supported
+        from services.executor.model.catalogue import check_supported, longest_context
         from services.executor.model.layer_states import layer_states
-        from services.executor.model.loading.loader import context_length, keeps_codes, load_config, load_model, unpack
+        from services.executor.model.loading.loader import keeps_codes, load_config, load_model, unpack
         from services.executor.model.rotary import rotary_scaling
 
         adopt_loggers()  # of transformers
@@ -154,7 +154,7 @@ class BuiltShare(Share):
         self.widths = widths_of(config, spec.world_size)
         states = layer_states(config, self.layout)
         rotary = rotary_scaling(config)
-        context = context_of(settings, context_length(config), rotary.longest)
+        context = context_of(settings, longest_context(config), rotary.longest)
         self._model: Any = load_model(
             directory,
             self.dtype,

@@ -20,7 +20,8 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_file import PackedFile, write
-from services.executor.model.adapters import AdapterTarget, LowRank, targets_of, whole_targets
+from services.executor.model.adapters.files import LowRank
+from services.executor.model.adapters.targets import AdapterTarget, targets_of, whole_targets
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import build_split, load_config
 from services.executor.model.model_facts import ModelFacts

@@ -13,8 +13,8 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepLimits, as_int32, to_bytes
 from services.executor.gpu.adapters import AdaptedProduct
 from services.executor.gpu.kernels import low_rank
-from services.executor.model.adapters import targets_of
 from services.executor.model.adapters.files import LowRank
+from services.executor.model.adapters.targets import targets_of
 from services.executor.model.loading.loader import build_split, load_config
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_model, small_script
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in

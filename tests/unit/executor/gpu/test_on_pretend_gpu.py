@@ -30,7 +30,8 @@ from services.executor.gpu.steps import GpuSteps, warmup_chunks, warmup_plans
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
-from services.executor.model.loading.loader import context_length, load_config, load_model
+from services.executor.model.catalogue import longest_context
+from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
@@ -157,7 +158,7 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
 def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> None:
     model, script = build(name, settings_of(name)), Script([9, 6])
     model.save_pretrained(str(tmp_path))
-    fix_frequencies(model, context_length(model.config))  # as they are served
+    fix_frequencies(model, longest_context(model.config))  # as they are served
     expected = logits_of(model, script.sequences)
     with pretend_gpu():
         runner = runner_of(tmp_path, SingleRank(), device=GPU)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from services.executor.model.adapters import AdapterTarget, whole_targets
+from services.executor.model.adapters.targets import AdapterTarget, whole_targets
 from services.executor.model.loading.loader import load_config
 from tests.unit.executor.model.tiny import auto_class
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from services.executor.model.adapters import AdapterTarget, inspect_adapter, read_adapter, whole_targets
 from services.executor.model.adapters.configuration import AdapterConfig, read_config
-from services.executor.model.adapters.files import inspect_for
+from services.executor.model.adapters.files import inspect_adapter, inspect_for, read_adapter
 from services.executor.model.adapters.holder import grouped_rows
+from services.executor.model.adapters.targets import AdapterTarget, whole_targets
 from services.executor.model.loading.loader import load_config
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter

@@ -3,8 +3,8 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
-from services.executor.model.adapter_widths import adapter_widths
-from services.executor.model.adapters import whole_targets
+from services.executor.model.adapters.targets import whole_targets
+from services.executor.model.card import adapter_widths
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.lanes import TRAINED
 

@@ -13,7 +13,7 @@ from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.model.adapters import AdapterTarget, targets_of
+from services.executor.model.adapters.targets import AdapterTarget, targets_of
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import LinearShard
 from services.executor.model.products import use_products

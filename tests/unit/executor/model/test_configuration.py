@@ -14,10 +14,10 @@ from transformers import CONFIG_MAPPING
 
 from services.executor.core.sharding import ShardLayout
 from services.executor.families.registry import DECODERS
-from services.executor.model.catalogue import REFUSED, check_supported
+from services.executor.model.catalogue import REFUSED, check_supported, longest_context
 from services.executor.model.configuration import check_configuration
 from services.executor.model.layer_states import layer_states
-from services.executor.model.loading.loader import context_length, load_config
+from services.executor.model.loading.loader import load_config
 from shared.errors import ModelLoadError, RyzansteinError
 from tests.unit.executor.model.architectures import settings_of
 
@@ -124,7 +124,7 @@ def test_a_wrong_value_is_said_and_never_a_stack_trace(name: str, data: st.DataO
         layout = ShardLayout.from_config(config, 2, 1)
         check_supported(config)
         layer_states(config, layout)
-        context_length(config)
+        longest_context(config)
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_unified_assistant", "swin", "wav2vec2"])

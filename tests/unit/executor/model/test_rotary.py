@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.model.loading.loader import context_length
+from services.executor.model.catalogue import longest_context
 from services.executor.model.rotary import fix_frequencies, rotary_scaling
 from services.executor.native.library import why_not
 from services.executor.worker.backend import load_share
@@ -164,7 +164,7 @@ def test_frequencies_of_layers_that_turn_each_in_their_way() -> None:
 def test_how_long_texts_may_be() -> None:
     def lengths(name: str, **changes: Any) -> tuple[int, int]:
         config = CONFIG_MAPPING[name.partition("/")[0]](**{**settings_of(name), **changes})
-        return context_length(config), rotary_scaling(config).longest
+        return longest_context(config), rotary_scaling(config).longest
 
     assert lengths("phi3/longrope") == (128, 128)
     assert lengths("llama") == (128, 128)

@@ -14,8 +14,8 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.families.plans import LLAMA_LIKE, Style
 from services.executor.families.registry import DECODERS, ENCODERS
-from services.executor.model.catalogue import REFUSED, check_supported, refusal_of
-from services.executor.model.loading.loader import context_length, load_config, load_model
+from services.executor.model.catalogue import REFUSED, check_supported, longest_context, refusal_of
+from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.module_patches import rewire_attention
 from services.executor.model.parallel.plans import as_regex, plan_for
 from shared.errors import ModelLoadError
@@ -210,15 +210,15 @@ def test_rotations_of_no_part_of_a_head_are_refused(tmp_path: Path, rotary_dim: 
 
 def test_doge_is_served_where_all_keys_are_attended_to() -> None:
     doge = CONFIG_MAPPING["doge"]
-    assert context_length(doge(max_position_embeddings=100, keep_window_size=70)) == 70
-    assert context_length(doge(max_position_embeddings=60, keep_window_size=70)) == 60
+    assert longest_context(doge(max_position_embeddings=100, keep_window_size=70)) == 70
+    assert longest_context(doge(max_position_embeddings=60, keep_window_size=70)) == 60
     with pytest.raises(ModelLoadError, match=r"experts by other tokens too \(is_moe\)"):
         check_supported(doge(is_moe=True))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "recurrent_gemma", "rwkv", "xlstm"])
 def test_context_length_of_models_that_do_not_limit_it(model_type: str) -> None:
-    assert context_length(CONFIG_MAPPING[model_type]()) == 131072
+    assert longest_context(CONFIG_MAPPING[model_type]()) == 131072
 
 
 def test_kernels_that_a_configuration_names(tmp_path: Path) -> None:
@@ -231,6 +231,6 @@ def test_kernels_that_a_configuration_names(tmp_path: Path) -> None:
 
 
 def test_context_length_of_models_without_position_embeddings() -> None:
-    assert context_length(CONFIG_MAPPING["bloom"](seq_length=77)) == 77
+    assert longest_context(CONFIG_MAPPING["bloom"](seq_length=77)) == 77
     with pytest.raises(ModelLoadError, match="max_position_embeddings"):
-        context_length(CONFIG_MAPPING["bloom"]())
+        longest_context(CONFIG_MAPPING["bloom"]())

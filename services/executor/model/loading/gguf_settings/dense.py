@@ -3,29 +3,18 @@
 from math import erf, sqrt
 from typing import Any
 
-from services.executor.model.loading.gguf_settings.common import (
-    FULL,
-    WIDTH,
-    Compute,
-    Said,
-    Shapes,
-    by_layer,
-    gemma3_rotations,
-    magnitudes,
-    scaled_queries,
-    window_types,
-)
+from services.executor.model.loading.gguf_settings.common import FULL, WIDTH, Compute, Said
 from shared.errors import ModelLoadError
 
 
-def _gemma4(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _gemma4(said: Said) -> dict[str, Any]:
     """Layers with a window have heads of another width and number than those without, and rotary positions of their
     own. Where these have no values, the keys are the values. Layers that read others' keys may be twice as wide."""
-    kinds, heads, widths = window_types(said), by_layer(said, "attention.head_count_kv"), by_layer(said, WIDTH)
+    kinds, heads, widths = said.window_types(), said.by_layer("attention.head_count_kv"), said.by_layer(WIDTH)
     if (full := kinds.index(FULL) if FULL in kinds else -1) < 0:
         raise ModelLoadError("The file has windows in all layers (attention.sliding_window_pattern); fetch it again.")
-    rotations = gemma3_rotations(said, shapes)["rope_parameters"]
-    experts = int(said.get("expert_count", 0))
+    rotations = said.window_rotations()
+    experts = said.count("expert_count")
     settings = {
         "layer_types": kinds,
         "head_dim": said["attention.key_length_swa"],
@@ -34,12 +23,12 @@ def _gemma4(said: Said, shapes: Shapes) -> dict[str, Any]:
             (count for count, kind in zip(heads, kinds, strict=True) if kind != FULL), heads[0]
         ),
         "num_global_key_value_heads": heads[full],
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in shapes,
-        "num_kv_shared_layers": int(said.get("attention.shared_kv_layers", 0)),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in said.shapes,
+        "num_kv_shared_layers": said.count("attention.shared_kv_layers"),
         "intermediate_size": widths[0],
         "use_double_wide_mlp": widths[-1] != widths[0],
         "hidden_size_per_layer_input": said["embedding_length_per_layer_input"],
-        "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", shapes["token_embd.weight"])[0],
+        "vocab_size_per_layer_input": _embedded_by_layer(said),
         "rope_parameters": {**rotations, FULL: {**rotations[FULL], "rope_type": "proportional"}},
     }
     if experts:
@@ -47,38 +36,42 @@ def _gemma4(said: Said, shapes: Shapes) -> dict[str, Any]:
     return settings
 
 
-def _gemma3n(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _embedded_by_layer(said: Said) -> int:
+    return said.shapes.get("per_layer_token_embd.weight", said.shapes["token_embd.weight"])[0]
+
+
+def _gemma3n(said: Said) -> dict[str, Any]:
     """Of activations a file says how many standard deviations above the mean what stays begins, config.json what part
     of a normal distribution lies below."""
-    scales = by_layer(said, "activation_sparsity_scale")
+    scales = said.by_layer("activation_sparsity_scale")
     return {
-        "layer_types": window_types(said),
-        "intermediate_size": by_layer(said, WIDTH),
+        "layer_types": said.window_types(),
+        "intermediate_size": said.by_layer(WIDTH),
         "activation_sparsity_pattern": [round((1 + erf(scale / sqrt(2))) / 2, 6) for scale in scales],
-        "laurel_rank": shapes.get("blk.0.laurel_l.weight", (1,))[0],
-        "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", shapes["token_embd.weight"])[0],
+        "laurel_rank": said.shapes.get("blk.0.laurel_l.weight", (1,))[0],
+        "vocab_size_per_layer_input": _embedded_by_layer(said),
     }
 
 
-def _short_convolutions(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _short_convolutions(said: Said) -> dict[str, Any]:
     """Layers without heads for keys are convolutions."""
-    heads = by_layer(said, "attention.head_count_kv")
+    heads = said.by_layer("attention.head_count_kv")
     return {
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "num_key_value_heads": max(heads),
-        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in shapes),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in said.shapes),
     }
 
 
-def _mistral3(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _mistral3(said: Said) -> dict[str, Any]:
     """Models that scale queries by their position are Ministral 3's, others Mistral's."""
-    rope = magnitudes(said, 1.0, of_turned=1.0)
+    rope = said.magnitudes(1.0, of_turned=1.0)
     if not (scale := said.get("attention.temperature_scale")):
         return {"model_type": "mistral", "rope_parameters": rope}
-    return {"rope_parameters": {**rope, **scaled_queries(said, scale)}}
+    return {"rope_parameters": {**rope, **said.scaled_queries(scale)}}
 
 
-def _minicpm(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _minicpm(said: Said) -> dict[str, Any]:
     """Granite's scales, as readers take them where older files say none: those of MiniCPM 2B."""
     width, layers = int(said["embedding_length"]), int(said["block_count"])
     head = int(said.get("attention.key_length") or width // max(1, int(said["attention.head_count"])))
@@ -90,14 +83,14 @@ def _minicpm(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _falcon(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _falcon(said: Said) -> dict[str, Any]:
     """Models with one head of keys are of the first architecture, others of the second, most with two norms."""
-    norms = 1 + ("blk.0.attn_norm_2.weight" in shapes)
+    norms = 1 + ("blk.0.attn_norm_2.weight" in said.shapes)
     keys = said["attention.head_count_kv"]
     return {"multi_query": keys == 1, "new_decoder_architecture": keys != 1, "num_ln_in_parallel_attn": norms}
 
 
-def _mpt(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _mpt(said: Said) -> dict[str, Any]:
     heads = said["attention.head_count"]
     if (keys := said.get("attention.head_count_kv", heads)) != heads:
         raise ModelLoadError(
@@ -115,15 +108,15 @@ def _mpt(said: Said, shapes: Shapes) -> dict[str, Any]:
 _ALIBI = 8  # by which transformers computes, whatever is said; 0: without
 
 
-def _stablelm(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _stablelm(said: Said) -> dict[str, Any]:
     return {
-        "use_qkv_bias": "blk.0.attn_q.bias" in shapes,
-        "qk_layernorm": "blk.0.attn_q_norm.weight" in shapes,
-        "use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes,
+        "use_qkv_bias": "blk.0.attn_q.bias" in said.shapes,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in said.shapes,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in said.shapes,
     }
 
 
-def _baichuan(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _baichuan(said: Said) -> dict[str, Any]:
     """Nothing: 7B is Llama."""
     if said["block_count"] == 40:
         raise ModelLoadError(
@@ -137,11 +130,9 @@ DENSE: dict[str, Compute] = {
     "mpt": _mpt,
     "stablelm": _stablelm,
     "falcon": _falcon,
-    "qwen": lambda said, shapes: {"intermediate_size": said["feed_forward_length"] // 2},
+    "qwen": lambda said: {"intermediate_size": said["feed_forward_length"] // 2},
     "minicpm": _minicpm,
-    "minicpm3": lambda said, shapes: {
-        "qk_nope_head_dim": max(0, said["attention.key_length"] - said["rope.dimension_count"])
-    },
+    "minicpm3": lambda said: {"qk_nope_head_dim": max(0, said["attention.key_length"] - said["rope.dimension_count"])},
     "gemma4": _gemma4,
     "gemma3n": _gemma3n,
     "short_convolutions": _short_convolutions,

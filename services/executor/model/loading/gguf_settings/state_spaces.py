@@ -2,24 +2,15 @@
 
 from typing import Any
 
-from services.executor.model.loading.gguf_settings.common import (
-    FULL,
-    WIDTH,
-    Compute,
-    Said,
-    Shapes,
-    by_layer,
-    is_list,
-    without_heads_behind,
-)
+from services.executor.model.loading.gguf_settings.common import FULL, WIDTH, Compute, Said
 from services.executor.model.loading.gguf_settings.mixtures import grouped_experts
 from shared.errors import ModelLoadError
 
 
-def _gated_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _gated_delta(said: Said) -> dict[str, Any]:
     """Layers of a gated delta rule, between which each fourth has attention where a file says nothing else; behind
     them may be heads that predict several tokens, which `block_count` counts."""
-    layers = int(said["block_count"]) - int(said.get("nextn_predict_layers", 0))
+    layers = said.layers
     every = max(1, int(said.get("full_attention_interval", 4)))
     recurrent = said.get("attention.recurrent_layers")
     if not isinstance(recurrent, list | tuple):
@@ -31,12 +22,12 @@ def _gated_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _kimi_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _kimi_delta(said: Said) -> dict[str, Any]:
     """Kimi's delta attention in layers without key and value heads, between which there is latent attention."""
     layers, heads, dense = int(said["block_count"]), said["attention.head_count"], said.get("leading_dense_block_count")
     return {
         "layer_types": [
-            "full_attention" if count else "linear_attention" for count in by_layer(said, "attention.head_count_kv")
+            "full_attention" if count else "linear_attention" for count in said.by_layer("attention.head_count_kv")
         ],
         "mlp_layer_types": ["dense" if layer < int(dense or 0) else "sparse" for layer in range(layers)],
         "linear_num_heads": heads,
@@ -46,21 +37,21 @@ def _kimi_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _mamba_2(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _mamba_2(said: Said) -> dict[str, Any]:
     width, heads = int(said["ssm.inner_size"]), int(said["ssm.time_step_rank"])
     return {"mamba_d_head": width // max(1, heads), "mamba_expand": width // max(1, int(said["embedding_length"]))}
 
 
-def _mamba_layers(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _mamba_layers(said: Said) -> dict[str, Any]:
     """Layers without heads for keys have a state space."""
-    heads = by_layer(said, "attention.head_count_kv")
+    heads = said.by_layer("attention.head_count_kv")
     kinds = ["full_attention" if count else "linear_attention" for count in heads]
     return {"layer_types": kinds, "num_key_value_heads": max(heads)}
 
 
-def _bamba(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _bamba(said: Said) -> dict[str, Any]:
     """Half of a head turns in all models."""
-    heads = by_layer(said, "attention.head_count_kv")
+    heads = said.by_layer("attention.head_count_kv")
     width = said.get("attention.key_length", said["embedding_length"] // max(1, said["attention.head_count"]))
     if 2 * said["rope.dimension_count"] != width:
         raise ModelLoadError(
@@ -73,16 +64,17 @@ def _bamba(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _nemotron_h(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _nemotron_h(said: Said) -> dict[str, Any]:
     """Layers are attention where they have heads for keys, feed-forward where they have a width, and state spaces else.
     Behind them may be one that predicts tokens."""
-    if listed := [key for key in ("expert_feed_forward_length", "expert_used_count") if is_list(said.get(key))]:
+    counts = ("expert_feed_forward_length", "expert_used_count")
+    if listed := [key for key in counts if isinstance(said.get(key), list | tuple)]:
         raise ModelLoadError(
             f"The file's layers have experts of their own kinds ({listed[0]} is a list), which no model of its "
             "architecture that can be served has; choose another."
         )
-    layers, experts = without_heads_behind(said, shapes)["num_hidden_layers"], said.get("expert_count")
-    heads, widths = (by_layer(said, key)[:layers] for key in ("attention.head_count_kv", WIDTH))
+    layers, experts = said.layers, said.get("expert_count")
+    heads, widths = (said.by_layer(key)[:layers] for key in ("attention.head_count_kv", WIDTH))
     feed_forward = "moe" if experts else "mlp"
     settings = {
         "num_hidden_layers": layers,
@@ -100,28 +92,23 @@ def _nemotron_h(said: Said, shapes: Shapes) -> dict[str, Any]:
     return settings
 
 
-def _falcon_h1(said: Said, shapes: Shapes) -> dict[str, Any]:
-    return {"mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in shapes)}
-
-
-def _mamba(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _mamba(said: Said) -> dict[str, Any]:
     """As wide inside as `expand` times outside. Falcon's has norms of what its scan is made of."""
     width = int(said["ssm.inner_size"])
     settings = {"intermediate_size": width, "expand": width // max(1, int(said["embedding_length"]))}
     return {**settings, "model_type": "falcon_mamba"} if said.get("ssm.dt_b_c_rms") else settings
 
 
-def _mamba2(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _mamba2(said: Said) -> dict[str, Any]:
     heads = int(said["ssm.time_step_rank"])
-    return {**_mamba(said, shapes), "head_dim": int(said["ssm.inner_size"]) // max(1, heads)}
+    return {**_mamba(said), "head_dim": int(said["ssm.inner_size"]) // max(1, heads)}
 
 
-def _jamba(said: Said, shapes: Shapes) -> dict[str, Any]:
+def _jamba(said: Said) -> dict[str, Any]:
     """Layers with heads for keys have attention, some have experts: each so many-th."""
-    heads, layers = by_layer(said, "attention.head_count_kv"), int(said["block_count"])
-    experts = [
-        any(f"blk.{layer}.ffn_{one}.weight" in shapes for one in ("gate_inp", "up_exps")) for layer in range(layers)
-    ]
+    heads, layers = said.by_layer("attention.head_count_kv"), int(said["block_count"])
+    routers, stacks = ([f"blk.{layer}.ffn_{of}.weight" for layer in range(layers)] for of in ("gate_inp", "up_exps"))
+    experts = [router in said.shapes or stack in said.shapes for router, stack in zip(routers, stacks, strict=True)]
     return {
         **_each("attn", heads, "attention (attention.head_count_kv)"),
         **_each("expert", experts, "experts (ffn_gate_inp.weight)"),
@@ -150,7 +137,7 @@ STATE_SPACES: dict[str, Compute] = {
     "mamba_layers": _mamba_layers,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
-    "falcon_h1": _falcon_h1,
+    "falcon_h1": lambda said: {"mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in said.shapes)},
     "mamba": _mamba,
     "mamba2": _mamba2,
     "jamba": _jamba,

@@ -43,10 +43,7 @@ def _fade_by_heads(module: Any, heads: ShardRange) -> None:
     """Has transformers' `module`, of whose heads this rank holds `heads`, compute with a slot of states."""
     rates = module.get_slope_rate().float()[heads.start : heads.stop]
     module.register_buffer("rates", rates, persistent=False)
-    module.forward = _forward_of(module)
 
-
-def _forward_of(module: Any) -> Any:
     def forward(hidden_states: Tensor, past_key_values: Any, **others: object) -> tuple[Tensor, None]:
         batch, tokens = hidden_states.shape[:2]
         projected = module.act_fn(module.qkv_proj(hidden_states)).float()
@@ -62,7 +59,7 @@ def _forward_of(module: Any) -> Any:
         mixed = module.norm(torch.cat(parts, dim=2).transpose(1, 2).flatten(2)).to(hidden_states.dtype)
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * mixed), None
 
-    return forward
+    module.forward = forward
 
 
 def faded(query: Tensor, key: Tensor, value: Tensor, state: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.parallel.mixers.diagonal_recurrence import recurred
 from services.executor.model.parallel.mixers.split import MixerSplit
@@ -36,12 +35,6 @@ def rwkv(config: Any, layout: ShardLayout) -> Mapping[str, MixerSplit]:
     def scale_of(module: Any) -> float:
         return 0.5 ** (module.layer_id // every) if every > 0 else 1.0
 
-    def mix_time(module: Any, collectives: Collectives) -> None:
-        _mix_time(module, scale_of(module))
-
-    def mix_channels(module: Any, collectives: Collectives) -> None:
-        _mix_channels(module, scale_of(module))
-
     attended = layout.dimension(config.attention_hidden_size)
     inner, hidden = layout.dimension(config.intermediate_size), layout.dimension(config.hidden_size)
     return {
@@ -49,12 +42,12 @@ def rwkv(config: Any, layout: ShardLayout) -> Mapping[str, MixerSplit]:
             outputs=dict.fromkeys(("key", "value", "receptance"), (attended,)),
             values=dict.fromkeys(("time_decay", "time_first"), (attended,)),
             inputs={"output": (attended, 0)},
-            adapt=mix_time,
+            adapt=lambda module, collectives: _mix_time(module, scale_of(module)),
         ),
         "feed_forward": MixerSplit(
             outputs={"key": (inner,)},
             inputs={"value": (inner, 0), "receptance": (hidden, hidden.start)},
-            adapt=mix_channels,
+            adapt=lambda module, collectives: _mix_channels(module, scale_of(module)),
         ),
     }
 

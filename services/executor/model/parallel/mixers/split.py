@@ -44,18 +44,19 @@ class MixerSplit:
 
 def split_mixer(module: nn.Module, split: MixerSplit, collectives: Collectives) -> None:
     """Makes `module` this rank's share, in place. What the split does not name stays whole."""
+    part: Callable[[str], Any] = module.get_submodule
     split.adapt(module, collectives)
     for name in split.let_go:
         delattr(module, name)
         leave_out(module, name)
     for name, replacement in split.replaced.items():
-        _replace(module, name, replacement(_part(module, name), collectives))
+        module.set_submodule(name, replacement(part(name), collectives))
     for name, spans in split.outputs.items():
-        _replace(module, name, ColumnParallelLinear(_part(module, name), *spans))
+        module.set_submodule(name, ColumnParallelLinear(part(name), *spans))
     for name, (span, skip) in split.inputs.items():
-        _replace(module, name, RowParallelLinear(_part(module, name), span, collectives, skip))
+        module.set_submodule(name, RowParallelLinear(part(name), span, collectives, skip))
     for name, spans in split.channels.items():
-        _hold_channels(_part(module, name), spans)
+        _hold_channels(part(name), spans)
     for name, held in split.values.items():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -66,15 +67,6 @@ def split_mixer(module: nn.Module, split: MixerSplit, collectives: Collectives) 
     for name, value in split.attributes.items():
         path, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(path), leaf, value)
-
-
-def _part(module: nn.Module, name: str) -> Any:
-    return module.get_submodule(name)
-
-
-def _replace(module: nn.Module, name: str, part: nn.Module) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(path), leaf, part)
 
 
 def _hold_channels(convolution: nn.Conv1d, spans: Spans) -> None:

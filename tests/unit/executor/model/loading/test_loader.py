@@ -1,7 +1,6 @@
 import json
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.loading.loader import context_length, load_config, load_model, pack_linears
+from services.executor.model.loading.loader import load_config, load_model, pack_linears
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
 
@@ -168,12 +167,6 @@ def test_weights_of_another_shape(copy: Path) -> None:
 def test_weights_the_model_has_no_place_for(copy: Path) -> None:
     edit_weights(copy, lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(2)}))
     refused(copy, "a tensor model.layers.0.extra that the architecture does not use")
-
-
-def test_context_length(copy: Path) -> None:
-    assert context_length(load_config(copy)) == 128
-    with pytest.raises(ModelLoadError, match="max_position_embeddings"):
-        context_length(SimpleNamespace(model_type="llama"))
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"])

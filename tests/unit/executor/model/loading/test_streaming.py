@@ -16,7 +16,7 @@ from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.loading import streaming
 from services.executor.model.loading.composition import Composition, concatenated
 from services.executor.model.loading.loader import load_config, load_model
-from services.executor.model.loading.reading import Read, stream_all
+from services.executor.model.loading.reading import Read, ReadMeter, stream_all
 from services.executor.model.loading.streaming import boxes
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import LinearShard
@@ -76,7 +76,10 @@ def read(
     reports: list[tuple[int, int]] = []
     with WeightFiles(directory) as files:
         whole = {name: Composition.whole(name, shape) for name, shape in files.shapes.items()}
-        made = stream_all(reads(whole), files, CPU, lambda done, total: reports.append((done, total)), make, lanes)
+        asked = reads(whole)
+        meter = ReadMeter(lambda done, total: reports.append((done, total)), sum(one.nbytes for one in asked))
+        made = stream_all(asked, files, CPU, meter, make, lanes)
+        meter.finish()
     return made, reports
 
 
