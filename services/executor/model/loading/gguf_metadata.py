@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.executor.families.gguf_architectures import gguf_architecture
-from services.executor.model.loading.gguf_tokenizer import GPT2_SPLITS
+from services.executor.model.loading.gguf_tokenizer import GPT2_SPLITS, WHOLE
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # with torch
@@ -58,7 +58,7 @@ def check_described(files: "Sequence[GgufFile]") -> None:
     row = gguf_architecture(header.metadata, [tensor.name for one in files for tensor in one.header.tensors])
     keys = [f"{architecture}.{name}" for name in (*_SIZES, *row.needs)]
     names = ["tokens", "token_type", *_OF_TOKENIZERS.get(str(tokenizer), ())]
-    if tokenizer == "gpt2" and architecture not in GPT2_SPLITS:
+    if tokenizer == "gpt2" and architecture not in GPT2_SPLITS and WHOLE not in header.spans:
         names.append("pre")
     if header.metadata.get("tokenizer.ggml.add_bos_token"):
         names.append("bos_token_id")
