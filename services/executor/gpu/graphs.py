@@ -47,8 +47,7 @@ from services.executor.gpu.inputs import (
     splits_for,
     to_device,
 )
-from services.executor.gpu.kernels.attention_launch import rows_for
-from services.executor.gpu.kernels.tiles import StepTiles, splits_of
+from services.executor.gpu.kernels.tiles import StepTiles, rows_for, splits_of
 from services.executor.gpu.prompt_graphs import PromptGraphs
 from services.executor.gpu.sampling import resolve
 from services.executor.gpu.sparse_attention import sparse_rows
@@ -286,7 +285,7 @@ class StepGraphs:
         slots = slots_of_rows(plan)
         graph = self._graphs[rung] if slots is None else self._graph_with_adapters(rung)
         lay_out = arrays_of if is_decode(plan) else rows_of
-        arrays = padded(lay_out(plan, self._shape.block_size, self._shape.group), rung).flat()
+        arrays = padded(lay_out(plan, self._shape), rung).flat()
         if graph is None or not self._staging.fits(arrays):
             return None
         self._staging.stage(arrays)
@@ -479,15 +478,14 @@ class GraphedDecoder:
         return hidden, inputs.sample_rows
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        shape = self._shape
-        step = arrays_of(plan, shape.block_size, shape.group, alone=shape.batch_invariant)
+        step = arrays_of(plan, self._shape)
         arrays = step.flat()
         if self._staging.fits(arrays):
             self._staging.stage(arrays)
             tensors = self._staging.views([len(array) for array in arrays])
         else:
             tensors = to_device(arrays, self._device)
-        inputs = as_inputs(step, tensors, splits_for(step, shape.kv_heads, shape.processors))
+        inputs = as_inputs(step, tensors, splits_for(step, self._shape))
         inputs = inputs._replace(
             compressions=self._inner.pairs_of(plan),
             adapters=self._inner.adapters_of(plan),

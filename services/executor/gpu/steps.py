@@ -111,14 +111,7 @@ class GpuSteps:
         rows = max(limits.max_sequences, limits.max_batch_tokens)
         blocks = -(-limits.context_length // store.block_size)
         staging = Staging(InputLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device)
-        shape = Shape(
-            store.block_size,
-            store.shape.kv_heads,
-            decoder.group,
-            decoder.processors,
-            limits.context_length,
-            decoder.batch_invariant,
-        )
+        shape = decoder.shape._replace(context_length=limits.context_length)
         self._sampler = DeviceSampler(rows, sum(widths), device)
         before = self._sampler.tokens
         self._graphs = None

@@ -11,21 +11,8 @@ import triton
 from torch import Tensor
 
 from services.executor.gpu.kernels import attention, blocks, codes
-from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, tile_shape
+from services.executor.gpu.kernels.tiles import LEAST_KEYS, scratch_numbers, tile_shape
 from services.executor.kv_cache.codecs import SMALLEST_SCALE, Codec
-
-__all__ = [
-    "AttentionCall",
-    "AttentionLayer",
-    "Batch",
-    "ScoreOptions",
-    "attend",
-    "attend_calls",
-    "compress",
-    "compress_layer",
-    "rows_for",
-    "write",
-]
 
 NO_WINDOW = 1 << 30
 

@@ -72,7 +72,7 @@ def test_replays_give_what_kernels_one_by_one_give(steps: list[tuple[int, list[i
     for decodes, chunks in steps:
         plan = sequences.step(decodes, chunks)
         assert plan is not None
-        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        inputs = inputs_of(plan, SHAPE, CPU)
         expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
         found = decoder.launch(plan, ProgressCounter.unread())
         assert torch.equal(found.logits, expected)
@@ -150,7 +150,7 @@ def test_what_cannot_be_captured_is_left_out_and_all_is_computed() -> None:
     assert prompts.rungs == [LIMITS.max_batch_tokens]
     plan = Sequences(np.random.default_rng(2)).step(0, [5, 12])
     assert plan is not None
-    inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+    inputs = inputs_of(plan, SHAPE, CPU)
     expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
     assert torch.equal(decoder.launch(plan, ProgressCounter.unread()).logits, expected)
     decoder._graphs.close()  # type: ignore[union-attr]
