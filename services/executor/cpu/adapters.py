@@ -42,8 +42,8 @@ _Ints = NDArray[np.int64]
 
 
 class NativeAdapters:
-    """The adapters in a native decoder's slots: a `model.adapters.AdapterHolder`. Steps and changes of slots come one
-    after the other."""
+    """The adapters in a native decoder's slots: a `RoundingHolder`. Steps and changes of slots come one after the
+    other."""
 
     def __init__(self) -> None:
         self._coded = True

@@ -71,7 +71,7 @@ class AdaptedProduct:
 
 
 class DecoderAdapters:
-    """All of a decoder's; an `AdapterHolder`."""
+    """All of a decoder's; a `ReservingHolder`."""
 
     def __init__(self) -> None:
         self.products: list[AdaptedProduct] = []

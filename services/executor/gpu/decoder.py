@@ -4,7 +4,7 @@
 can hold them. What a step reads is in `StepInputs`; what it writes are the KV store and the tensors it returns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +27,6 @@ from services.executor.gpu.kernels.low_rank import LowRankRows
 from services.executor.gpu.linear import invariant_product, make_joined, make_lookup, make_product
 from services.executor.gpu.sparse_attention import SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowered_experts import Routing
 from services.executor.model.lowering import (
@@ -139,17 +138,6 @@ class GpuDecoder:
         self._head = make(*weights_of(lowered.head))
         release(lowered.head)
         release(lowered.embedding)
-
-    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
-        """See `AdapterHolder`."""
-        self.adapters.load(slot, weights)
-
-    def drop(self, slot: int) -> None:
-        self.adapters.drop(slot)
-
-    def reserve(self, slots: int, max_rank: int) -> None:
-        """See `ReservingHolder`."""
-        self.adapters.reserve(slots, max_rank)
 
     # --- what a graph can hold -------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ chunks have graphs of their own (`prompt_graphs.py`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -51,7 +51,6 @@ from services.executor.gpu.kernels.tiles import StepTiles, rows_for, splits_of
 from services.executor.gpu.prompt_graphs import PromptGraphs
 from services.executor.gpu.sampling import resolve
 from services.executor.gpu.sparse_attention import sparse_rows
-from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowering import sums_of
 from services.executor.platforms.base import sent
@@ -406,7 +405,7 @@ class GraphedDecoder:
         self._tapped_layers: Sequence[int] | None = None
         self.tapped: Tensor | None = None  # [T, width]: what the last step has left, where layers are tapped
         self.input_states: Tensor | None = None  # `StepInputs.states` of the steps from now on
-        self.label = inner.label
+        self.label, self.adapters = inner.label, inner.adapters
 
     def tap(self, layers: Sequence[int]) -> None:
         """Has steps leave what a draft head reads, as `AuxHiddenStates` has it; to be called before graphs are
@@ -444,17 +443,6 @@ class GraphedDecoder:
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)
-
-    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
-        """See `AdapterHolder`."""
-        self._inner.load(slot, weights)
-
-    def drop(self, slot: int) -> None:
-        self._inner.drop(slot)
-
-    def reserve(self, slots: int, max_rank: int) -> None:
-        """See `ReservingHolder`."""
-        self._inner.reserve(slots, max_rank)
 
     def _replay(self, plan: StepPlan, progress: ProgressCounter) -> Computed | None:
         computed = None if self._graphs is None else self._graphs.replay(plan, self.input_states)
