@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.settings import MOST_DRAFTS
-from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
+from services.executor.core.step_plan import Int32Array, StepLimits, StepPlan, as_int32
 from services.executor.gpu.kernels.attention_launch import Batch
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import StepTiles, rows_for, splits_of, tiles_of
@@ -252,22 +252,15 @@ def rows_of(plan: StepPlan, shape: Shape) -> StepArrays:
 # --- the way to the device ---------------------------------------------------------------------------
 
 
-class InputLimits(NamedTuple):
-    """The largest step there may be."""
-
-    max_sequences: int
-    max_batch_tokens: int
-    blocks_per_context: int  # block table of the longest sequence
-
-    def capacity(self) -> int:
-        """Numbers that such a step has, with the room between them."""
-        tokens, sequences = max(self.max_batch_tokens, self.max_sequences), self.max_sequences
-        of_tokens = [tokens] * 4  # ids, positions, slots, sampled rows
-        of_sequences = [sequences, sequences + 1, sequences]
-        of_tiles = [sequences] * 2 + [tokens] * 2  # decodes', prefill chunks'
-        of_graphs = [ROOM_OF_GRAPHS] * (len(of_sequences) + len(of_tiles))  # what they have more of
-        tables = sequences * self.blocks_per_context
-        return total_of([*of_tokens, *of_sequences, *of_tiles, *of_graphs, tables])
+def capacity_of(limits: StepLimits, block_size: int) -> int:
+    """Numbers that the largest step has that there may be, with the room between them."""
+    tokens, sequences = max(limits.max_batch_tokens, limits.max_sequences), limits.max_sequences
+    of_tokens = [tokens] * 4  # ids, positions, slots, sampled rows
+    of_sequences = [sequences, sequences + 1, sequences]
+    of_tiles = [sequences] * 2 + [tokens] * 2  # decodes', prefill chunks'
+    of_graphs = [ROOM_OF_GRAPHS] * (len(of_sequences) + len(of_tiles))  # what they have more of
+    tables = sequences * -(-limits.context_length // block_size)
+    return total_of([*of_tokens, *of_sequences, *of_tiles, *of_graphs, tables])
 
 
 def places_of(lengths: Sequence[int]) -> list[int]:

@@ -19,10 +19,10 @@ from services.executor.gpu.graphs import GraphedDecoder, Rerun, StepGraphs, Work
 from services.executor.gpu.inputs import (
     MOST_ALIKE,
     MOST_READ_AGAIN,
-    InputLimits,
     Shape,
     Staging,
     arrays_of,
+    capacity_of,
     inputs_of,
     is_like_decodes,
     rung_for,
@@ -38,7 +38,7 @@ BLOCK = 4
 NUM_BLOCKS = 40
 GROUP = 2
 SHAPE = Shape(block_size=BLOCK, kv_heads=2, group=GROUP, processors=4, context_length=48)
-LIMITS = InputLimits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
+LIMITS = StepLimits(max_sequences=9, max_batch_tokens=24, context_length=12 * BLOCK, graph_memory=0)
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
@@ -61,10 +61,10 @@ class FailingFrom(Rerun):
 
 
 def make_graphs(layers: FakeLayers, capture: Rerun | None = None) -> tuple[StepGraphs, GraphedDecoder]:
-    staging = Staging(LIMITS.capacity(), CPU)
+    staging = Staging(capacity_of(LIMITS, BLOCK), CPU)
     before = torch.zeros(LIMITS.max_batch_tokens, dtype=torch.int64)
     graphs = StepGraphs(layers, SHAPE, LIMITS.max_sequences, staging, before, capture or Rerun())
-    return graphs, GraphedDecoder(layers, SHAPE, staging, before, CPU, graphs)
+    return graphs, GraphedDecoder(layers, SHAPE, staging, before, graphs)
 
 
 @dataclass
