@@ -149,7 +149,8 @@ class GpuDecoder:
 
         `on_layer` is called as each layer has been launched. Raises `RingLost`.
         """
-        rows = self._adapted_rows(inputs.adapters)
+        slots = self.adapters.slots
+        rows = low_rank.rows_by_slot(inputs.adapters, slots) if slots and inputs.adapters is not None else None
         residual, states = self._begin(inputs)
         rotations = self._rotations(inputs.positions)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
@@ -309,12 +310,6 @@ class GpuDecoder:
         mixture = Mixture(routing, make, self._arrivals, gelu=self._gelu, invariant=self.shape.batch_invariant)
         mixture.take_adapters(self.adapters, self._names[routing.experts])
         return mixture
-
-    def _adapted_rows(self, slots: Tensor | None) -> LowRankRows | None:
-        """Those of a step whose rows have adapters in `slots`."""
-        if slots is None or not self.adapters.slots:
-            return None
-        return low_rank.rows_by_slot(slots, self.adapters.slots)
 
     def _adapted(self, linears: Sequence[Any]) -> AdaptedProduct:
         """What adapters add to the product of `linears`, before their weights go."""

@@ -198,9 +198,7 @@ def _refuse_too_many(layer: AttentionLayer) -> None:
 
 def code_of(layer: AttentionLayer) -> int:
     """How kernels know what its blocks are kept as: CODE; 0: all of them are writable."""
-    if not len(layer.codes):
-        return 0
-    return _codes_of(layer.codec)
+    return _codes_of(layer.codec) if len(layer.codes) else 0
 
 
 def _codes_of(codec: Codec | None) -> int:
