@@ -129,7 +129,7 @@ class Drafter:
         if not prompts:
             rows = len(step.rows)
             if step.followed and self.engine is not None:
-                seconds = self.engine.without_following(seconds, rows)
+                seconds = self.engine.policy.without_following(seconds, rows)
             self._speculation.cost.observe(rows, seconds)
         up_to_date = [c.sequence for c in step.batch if c.sequence.is_followed] if step.followed else []
         for chunk in prompts:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from services.executor.core.engine import DraftPlan, DraftToken
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.drafts.proposer import DraftingContext, Result
+from services.executor.scheduler.drafts.proposer import DraftingContext, Proposer, Result
 from services.executor.scheduler.drafts.speculation import Offer, Rate, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens, build_draft_plan, in_draft_order
@@ -179,7 +179,7 @@ class EngineCounts:
         self.seconds = 0.0  # of its rounds
 
 
-class EngineDrafts:
+class EngineDrafts(Proposer):
     """A `Proposer` whose proposals the engine computes: what it proposes, and how far it has come."""
 
     def __init__(self, name: str, context: DraftingContext) -> None:
@@ -219,15 +219,6 @@ class EngineDrafts:
             proposal = proposal._replace(drafted=proposal.drafted[:fitting])
         chances = self.policy.chances(proposal, least)[:limit]
         return Offer(proposal.tokens(len(chances)), chances, SUNK) if chances else None
-
-    def chosen(self, sequences: Collection[Sequence]) -> None:
-        """It knows by the drafts that are checked."""
-
-    def pass_over(self, sequences: Seq[Sequence]) -> None:
-        """It learns from its proposals all the same."""
-
-    def is_sure(self, sequence: Sequence) -> bool:
-        return False
 
     def must_look(self, sequences: Seq[Sequence]) -> bool:
         return self.used and any(self._keeps_up(sequence, len(sequences)) for sequence in sequences)
@@ -316,9 +307,6 @@ class EngineDrafts:
         count, end = len(drafts), len(sequence.tokens) + len(drafts)
         fills = self._full(end) == end and self._is_own(sequence, drafts)
         return count - (fills and end > self._known(sequence, drafts))
-
-    def without_following(self, seconds: float, rows: int) -> float:
-        return self.policy.without_following(seconds, rows)
 
     def step_over(self, running: int) -> None:
         """A step is over, of a batch of `running` sequences."""

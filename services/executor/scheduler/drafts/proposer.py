@@ -41,12 +41,12 @@ class Proposer(Protocol):
         ...
 
     def chosen(self, sequences: Collection[Sequence]) -> None:
-        """Its offers of these sequences were the best of all."""
-        ...
+        """Its offers of these sequences were the best of all. Nothing, for one that knows by the drafts that are
+        checked."""
 
     def pass_over(self, sequences: Seq[Sequence]) -> None:
-        """No drafts could pay in the next step, of these sequences: it is not asked."""
-        ...
+        """No drafts could pay in the next step, of these sequences: it is not asked. Nothing, for one that learns all
+        the same."""
 
     def learn(self, results: Seq[Result]) -> None:
         """Of the sequences of a step, in their order."""
@@ -54,7 +54,7 @@ class Proposer(Protocol):
 
     def is_sure(self, sequence: Sequence) -> bool:
         """Whether its next offer for a sequence needs no other beside it."""
-        ...
+        return False
 
     def must_look(self, sequences: Seq[Sequence]) -> bool:
         """Whether no step of one token for each of `sequences` may be planned without asking it."""
