@@ -48,6 +48,13 @@ class Collectives(Protocol):
         ...
 
 
+def of_all_ranks(mine: Tensor, collectives: Collectives) -> Tensor:
+    """[world size, *its shape]: every rank's `mine`, on all of them, by a sum in which each fills its own place."""
+    places = mine.new_zeros((collectives.world_size, *mine.shape))
+    places[collectives.rank] = mine
+    return collectives.all_reduce(places)
+
+
 class Wrapped:
     """`Collectives` that do what `inner` do, but for what a subclass does otherwise."""
 
@@ -82,9 +89,7 @@ class InRankOrder(Wrapped):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self.world_size <= 2:
             return self._inner.all_reduce(tensor)
-        places = tensor.new_zeros((self.world_size, *tensor.shape))
-        places[self.rank] = tensor
-        first, *others = self._inner.all_reduce(places)
+        first, *others = of_all_ranks(tensor, self._inner)
         tensor.copy_(first)
         for other in others:
             tensor.add_(other)

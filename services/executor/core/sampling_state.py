@@ -15,10 +15,8 @@ A function of the request and of its output so far, so a continuation on another
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Sequence as Seq
 from copy import copy
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -90,7 +88,7 @@ class OutputTokenCounts:
         slot = self._slot(token)  # before the array is looked at: it may be replaced by a longer one
         self._counts[slot] += 1
 
-    def ahead(self, tokens: Seq[int]) -> "CountsAhead":
+    def ahead(self, tokens: Sequence[int]) -> "CountsAhead":
         """The counts once `tokens` were put out too."""
         counts = np.array(self.counts)
         more: dict[int, int] = {}
@@ -160,7 +158,9 @@ class GrammarMask(Protocol):
 class SamplingState:
     """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
 
-    def __init__(self, params: SamplingParams, prompt: Seq[int], generated: Seq[int], stops: Seq[int] = ()) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int], stops: Sequence[int] = ()
+    ) -> None:
         """`generated`: output tokens so far, those of earlier attempts included; `stops`: tokens that end it."""
         self.params = params
         # What may not be drawn; None: there is never anything.
@@ -247,9 +247,7 @@ class SamplingState:
         """Tokens whose logits edits may lower; None when some may be raised."""
         params = self.params
         penalties = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
-        if penalties < 0 or self._raises:
-            return None
-        if self.has_allowed_tokens:
+        if penalties < 0 or self._raises or self.has_allowed_tokens:
             return None
         banned = 0 if self.bans is None else len(self.bans.banned)
         return len(params.logit_bias) + (0 if self.counts is None else len(self.counts.ids)) + banned
@@ -295,7 +293,7 @@ class SamplingState:
         state.position = self.position
         return state
 
-    def after_each(self, drafts: Seq[int]) -> "list[SamplingState]":
+    def after_each(self, drafts: Sequence[int]) -> "list[SamplingState]":
         """The states once the first one, the first two, ... of `drafts` were put out too, to sample with and not to
         `advance`."""
         states = [self._ahead(drafts[:count]) for count in range(1, len(drafts) + 1)]
@@ -304,7 +302,7 @@ class SamplingState:
                 state.grammar = grammar
         return states
 
-    def _ahead(self, tokens: Seq[int]) -> "SamplingState":
+    def _ahead(self, tokens: Sequence[int]) -> "SamplingState":
         state = copy(self)
         state.position += len(tokens)
         if isinstance(self.counts, OutputTokenCounts):
@@ -316,7 +314,7 @@ class SamplingState:
 
 def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
     """What is wrong with `params`, as half a sentence; None when they can be sampled with."""
-    ranges = (
+    checks = (
         ("temperature", params.temperature, 0.0, 1e6),
         ("top_k", params.top_k, 0, 1 << 31),
         ("top_p", params.top_p, 0.0, 1.0),
@@ -326,14 +324,9 @@ def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
         ("presence_penalty", params.presence_penalty, -1e6, 1e6),
         ("frequency_penalty", params.frequency_penalty, -1e6, 1e6),
         ("logprobs", params.logprobs, -1, vocab_size),
+        *((f"logit_bias[{token}]", bias, -1e6, 1e6) for token, bias in params.logit_bias.items()),
+        *(("a token of logit_bias", token, 0, vocab_size - 1) for token in params.logit_bias),
     )
-    checks: Iterable[tuple[str, float, float, float]] = ranges
-    if biases := params.logit_bias.items():
-        checks = chain(
-            ranges,
-            ((f"logit_bias[{token}]", bias, -1e6, 1e6) for token, bias in biases),
-            (("a token of logit_bias", token, 0, vocab_size - 1) for token, _ in biases),
-        )
     for name, value, least, most in checks:
         if not least <= value <= most:  # NaN fails this too
             return f"{name} is {value} and must be between {least:g} and {most:g}"
@@ -375,8 +368,7 @@ class TokenBans:
             self._tail = [*self._tail, token][-self._memory :]
 
     def ahead(self, tokens: Sequence[int]) -> "TokenBans":
-        later = object.__new__(TokenBans)
-        later.__dict__.update(self.__dict__)
+        later = copy(self)
         for token in tokens:
             later.advance(token)
         return later

@@ -42,8 +42,8 @@ _Ints = NDArray[np.int64]
 
 
 class NativeAdapters:
-    """The adapters in a native decoder's slots: a `model.adapters.AdapterHolder`. Steps and changes of slots come one
-    after the other."""
+    """The adapters in a native decoder's slots: a `RoundingHolder`. Steps and changes of slots come one after the
+    other."""
 
     def __init__(self) -> None:
         self._coded = True
@@ -241,11 +241,12 @@ class _Laid:
         return [self.shrink, *(tensor for tensor in self.expand if tensor is not None)]
 
     def placed(self, memory: Tensor, copies: int) -> "ctypes.Array[Factors]":
-        """Written to `memory`, uint8 of `_size_of` bytes: the structures for `copies` experts that point there."""
+        """Written to `memory`, uint8 of the tensors' `_padded` sizes: the structures for `copies` experts that point
+        there."""
         addresses = list[list[int]]()
         offset = 0
         for tensor in self.tensors:
-            size = tensor.numel() * tensor.itemsize
+            size = tensor.nbytes
             memory[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             each = 0 if tensor.shape[0] == 1 else size // copies
             addresses.append([memory.data_ptr() + offset + copy * each for copy in range(copies)])
@@ -271,7 +272,7 @@ class _Adapter:
     @classmethod
     def of(cls, linears: list[_Linear], weights: Mapping[str, LowRank], coded: bool) -> "_Adapter":
         laid = [_Laid.of(linear, weights, coded) for linear in linears]
-        sizes = [0 if one is None else sum(map(_size_of, one.tensors)) for one in laid]
+        sizes = [0 if one is None else sum(_padded(tensor.nbytes) for tensor in one.tensors) for one in laid]
         memory = fresh(max(1, sum(sizes)))
         factors = list["ctypes.Array[Factors] | None"]()
         offset = 0
@@ -347,10 +348,6 @@ def _scales(scales: Tensor) -> Tensor:
     """bf16 [copies, rows, 1] as uint8 [copies, rows / 16, 32]."""
     copies, count, _ = scales.shape
     return scales.reshape(copies, count // _LANES, _LANES).view(torch.uint8)
-
-
-def _size_of(tensor: Tensor) -> int:
-    return _padded(tensor.numel() * tensor.itemsize)
 
 
 def _padded(size: int) -> int:

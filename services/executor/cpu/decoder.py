@@ -1,7 +1,7 @@
 """A rank's forward pass through the native kernels."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from services.executor.collectives.shared_memory import SharedMemory
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
-from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.sparse_attention import FIELDS
 from services.executor.core.step_plan import Int32Array, StepPlan
@@ -22,7 +21,6 @@ from services.executor.cpu.packed_model import ACTIVATIONS, PackedExperts, Packe
 from services.executor.cpu.sampling import NativeRows
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.adapters.files import LowRank
 from services.executor.model.lowered_latent import LatentShape
 from services.executor.native.library import (
     PARTS,
@@ -168,18 +166,6 @@ class NativeDecoder:
     def pages(self) -> list[int]:
         """The page layer that each layer attends to."""
         return [layer.page for layer in self.packed.layers]
-
-    def keep_as(self, kind: AdapterDtype) -> None:
-        """See `NativeAdapters`."""
-        self.adapters.keep_as(kind)
-
-    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
-        """See `NativeAdapters`."""
-        self.adapters.load(slot, weights)
-
-    def drop(self, slot: int) -> None:
-        """See `NativeAdapters`."""
-        self.adapters.drop(slot)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self.rows.largest(logits)

@@ -5,16 +5,14 @@ rounded as in models that the kernels compute whole.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from services.executor.cpu.packed_linear import PackedLinear, one_after_another, split_evenly
+from services.executor.cpu.packed_linear import PackedLinear, one_after_another, packing, split_evenly
 from services.executor.model.parallel.experts import expert_by_expert
 from services.executor.model.parallel.layers import (
     LinearShard,
@@ -82,7 +80,7 @@ def use_native_products(model: Any, library: Any, threads: int, cpus: Sequence[i
     Raises `ConfigurationError`."""
     if not any(map(_holds_codes, model.modules())):
         return
-    with _packing(threads) as pool:
+    with packing(threads) as pool:
         shared = _Threads(library, threads, cpus)
 
         def packed(weight: QuantizedRows | DeferredRows, bias: Tensor | None) -> PackedWeight:
@@ -122,14 +120,3 @@ def _pack_experts(module: Any, packed: Callable[[QuantizedRows | DeferredRows, N
 def _in_turns(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """All gate values, then all up values, as they take turns in the module."""
     return torch.stack(product(x).chunk(2, dim=1), dim=2).flatten(1)
-
-
-@contextmanager
-def _packing(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that pack. Each computes alone: PyTorch would start others beside it."""
-    of_torch = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(of_torch)

@@ -6,8 +6,9 @@ meet in registers, are brought to one format.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -180,6 +181,17 @@ class PackedLinear:
         if self.next is not None:
             made.next = ctypes.pointer(self.next.describe())
         return made
+
+
+@contextmanager
+def packing(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that pack. Each computes alone: PyTorch would start others beside it."""
+    of_torch = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(of_torch)  # of threads to come
 
 
 def plain_rows(weight: Tensor) -> PackedLinear:

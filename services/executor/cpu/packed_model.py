@@ -6,6 +6,7 @@ model ──lower──▶ modules and numbers ──pack──▶ PackedModel �
                                 a later start ───┘  └──▶ weight_cache.py
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -22,6 +23,7 @@ from services.executor.cpu.packed_linear import (
     alternating,
     named,
     one_after_another,
+    packing,
     plain_rows,
     rows_between,
     split_evenly,
@@ -90,25 +92,6 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
     return lowered
 
 
-def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[PackedSegment]:
-    """Queries, keys and values of a layer; `q_rows` and `kv_rows` are this rank's."""
-    if hasattr(attention, "qkv_proj"):
-        weight, bias = weights_of(attention.qkv_proj)
-        sizes = [q_rows, kv_rows, kv_rows]
-        biases = [None] * 3 if bias is None else torch.split(bias, sizes)
-        return one_after_another(zip(split_rows(weight, sizes), biases, strict=True))
-    return one_after_another(weights_of(getattr(attention, name)) for name in projections_of(attention))
-
-
-def gate_up_pieces(feed_forward: Any) -> list[PackedSegment]:
-    """Gate and up projections of a layer, alternating."""
-    if (fused := fused_gate_up_of(feed_forward)) is not None:
-        weight = fused.stored
-        gate, up = split_rows(weight, [weight.shape[0] // 2] * 2)
-        return alternating((gate, None), (up, None))
-    return alternating(weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj))
-
-
 def _check_heads(heads: list[HeadCounts]) -> None:
     if len(heads) > HEADS:
         raise CannotLower(f"the layers have {len(heads)} kinds of heads")
@@ -157,14 +140,6 @@ def rows_of(rows: OutputRows) -> Weights:
         return weight, bias
     own = rows_between(weight, rows.first, rows.stop)
     return own, None if bias is None else bias[rows.first : rows.stop]
-
-
-def router_pieces(routing: Routing) -> list[PackedSegment]:
-    """A router's weight as bf16, and what it has beyond, where it is float32."""
-    weight, bias = routing.router, routing.router_bias
-    high = weight.bfloat16()
-    beyond = [] if weight.dtype is torch.bfloat16 else [((weight - high.float()).bfloat16(), None)]
-    return one_after_another([(high, bias), *beyond])
 
 
 def expert_parts(routing: Routing, leaf: str, parts: int) -> list[Weights]:
@@ -370,9 +345,7 @@ class PackedModel:
 def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> PackedModel:
     """Packs `lowered` with `threads` threads. Plain weights are let go as they are packed: the model that was lowered
     is of no use afterwards."""
-    of_torch = torch.get_num_threads()
-    # Each thread computes alone: PyTorch would start others beside it.
-    with ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,)) as pool:
+    with packing(threads) as pool:
         layouts = [ShardLayout.of(heads, layout.world_size, layout.rank) for heads in lowered.heads]
         packer = _Packer(library, layouts, pool, threads, lowered.names)
         layers = [packer.layer(layer, lowered.family.gated) for layer in lowered.layers]
@@ -381,7 +354,6 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
         tied = rows is lowered.head.stored
         embedding = head if tied else packer.linear(one_after_another([(rows, None)]))
         inputs = None if lowered.inputs is None else packer.inputs(lowered.inputs)
-    torch.set_num_threads(of_torch)  # of threads to come
     release(lowered.head)
     release(lowered.embedding)
     return PackedModel(
@@ -414,7 +386,11 @@ class _Packer:
         return OutputSource(self.names[module], first)
 
     def whole(self, linear: Any) -> PackedLinear:
-        return self.linear(named(one_after_another([weights_of(linear)]), [self.source(linear)]))
+        return self.linear(self.in_turn([linear]))
+
+    def in_turn(self, linears: Sequence[Any]) -> list[PackedSegment]:
+        """Whole linears, end to end."""
+        return named(one_after_another(map(weights_of, linears)), map(self.source, linears))
 
     def inputs(self, inputs: ModelInputs) -> PackedInputs:
         rows = inputs.table.stored
@@ -470,21 +446,26 @@ class _Packer:
         attention: Any = layer.attention
         layout = self.layouts[layer.heads]
         q_rows, kv_rows = layout.q_heads.size * layout.head_dim, layout.kv_heads.size * layout.head_dim
-        pieces = qkv_pieces(attention, q_rows, kv_rows)
-        if hasattr(attention, "qkv_proj"):
-            firsts = (0, q_rows, q_rows + kv_rows)
-            return named(pieces, (self.source(attention.qkv_proj, first) for first in firsts))
-        return named(pieces, (self.source(getattr(attention, name)) for name in projections_of(attention)))
+        if not hasattr(attention, "qkv_proj"):
+            return self.in_turn([getattr(attention, name) for name in projections_of(attention)])
+        (weight, bias), sizes = weights_of(attention.qkv_proj), [q_rows, kv_rows, kv_rows]
+        biases = [None] * 3 if bias is None else torch.split(bias, sizes)
+        firsts = (0, q_rows, q_rows + kv_rows)
+        sources = (self.source(attention.qkv_proj, first) for first in firsts)
+        return named(one_after_another(zip(split_rows(weight, sizes), biases, strict=True)), sources)
 
     def joined(self, inputs: list[OutputRows]) -> list[PackedSegment]:
         sources = (self.source(rows.linear, rows.first) for rows in inputs)
         return named(one_after_another(map(rows_of, inputs)), sources)
 
     def gate_up(self, feed_forward: Any) -> list[PackedSegment]:
-        pieces = gate_up_pieces(feed_forward)
+        """Gate and up projections of a layer, alternating."""
         if (fused := fused_gate_up_of(feed_forward)) is not None:
-            return named(pieces, [self.source(fused), self.source(fused, pieces[0].rows)])
-        return named(pieces, [self.source(feed_forward.gate_proj), self.source(feed_forward.up_proj)])
+            gate, up = split_evenly(fused.stored, 2)
+            sources = [self.source(fused), self.source(fused, gate.shape[0])]
+            return named(alternating((gate, None), (up, None)), sources)
+        linears = (feed_forward.gate_proj, feed_forward.up_proj)
+        return named(alternating(*map(weights_of, linears)), map(self.source, linears))
 
     def experts(self, routing: Routing) -> PackedExperts:
         count, shared = len(routing.router), routing.shared_gate
@@ -515,9 +496,12 @@ class _Packer:
         return packed
 
     def router(self, routing: Routing) -> list[PackedSegment]:
+        """A router's weight as bf16, and what it has beyond, where it is float32."""
         assert routing.router_module is not None, "it has a weight"
-        first, *beyond = router_pieces(routing)
-        return [*named([first], [self.source(routing.router_module)]), *beyond]
+        weight, high = routing.router, routing.router.bfloat16()
+        beyond = [] if weight.dtype is torch.bfloat16 else [((weight - high.float()).bfloat16(), None)]
+        first, *others = one_after_another([(high, routing.router_bias), *beyond])
+        return [*named([first], [self.source(routing.router_module)]), *others]
 
     def shared_gate(self, weight: Tensor, routing: Routing) -> PackedLinear:
         assert routing.shared_gate_module is not None, "it has a weight"

@@ -53,18 +53,13 @@ class NativeRows:
         return values, tokens
 
     def few(self, logits: Tensor, rows: Int64Array, wants: Wants, start: int) -> Few:
-        return self._candidates(logits, rows, wants, np.zeros(len(rows), np.float32), start, alone=False)[0]
+        return self.near(logits, rows, wants, np.zeros(len(rows), np.float32), start, alone=False)[0]
 
     def log_sums(self, logits: Tensor, rows: Int64Array, largest: Floats) -> Floats:
         wants = np.array([(0, 1.0, 0.0, 1.0)] * len(rows), WANT)
-        totals = self._candidates(logits, rows, wants, largest, 0, alone=False)[1]
+        totals = self.near(logits, rows, wants, largest, 0, alone=False)[1]
         with np.errstate(divide="ignore"):  # rows of no numbers, which the sampler refuses
             return largest + np.log(totals).astype(np.float32)
-
-    def near(
-        self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
-    ) -> tuple[Few, NDArray[np.float64]]:
-        return self._candidates(logits, rows, wants, largest, start, alone=alone)
 
     def draw(
         self, table: RowTable, chosen: Sequence[int], states: Sequence[SamplingState], changes: RowChanges | None = None
@@ -93,9 +88,10 @@ class NativeRows:
         found: list[int] = columns.tolist()
         return found
 
-    def _candidates(
+    def near(
         self, logits: Tensor, rows: Int64Array, wants: Wants, largest: Floats, start: int, *, alone: bool
     ) -> tuple[Few, NDArray[np.float64]]:
+        """As `RowSearch` has it; of rows with a `count` as `few`, for which nothing need be known of `largest`."""
         count, logits = len(rows), logits.float().contiguous()
         if not count:
             return Few(rows, rows, largest, rows), np.zeros(0)

@@ -29,7 +29,7 @@ class AdaptedProduct:
         self._joined = 2 if names[0].endswith("experts.gate_up_proj") else 1
         self._widest = max(outputs)
         self._starts = torch.tensor([0, *accumulate(outputs)], dtype=torch.int32).to(device)
-        self._held: dict[int, list[LowRank]] = {}
+        self._held: dict[int, list[LowRank | None]] = {}
         self.reserve(0, _LEAST_RANK)
 
     def reserve(self, slots: int, max_rank: int) -> None:
@@ -41,17 +41,9 @@ class AdaptedProduct:
 
     def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
         """Puts the adapter's factors of this product into `slot`, in place of what is there."""
-        addresses, ranks, held = [], [], []
-        for name in self.names:
-            pair = weights.get(name)
-            if pair is None:
-                addresses.append([0, 0])
-                ranks.append(0)
-                continue
-            there = self._padded(pair)
-            held.append(there)
-            addresses.append([there.a.data_ptr(), there.b.data_ptr()])
-            ranks.append(there.rank)
+        held = [None if (pair := weights.get(name)) is None else self._padded(pair) for name in self.names]
+        addresses = [[0, 0] if pair is None else [pair.a.data_ptr(), pair.b.data_ptr()] for pair in held]
+        ranks = [0 if pair is None else pair.rank for pair in held]
         self._table[:, slot] = torch.tensor(addresses, dtype=torch.int64).to(self._device)
         self._ranks[:, slot] = torch.tensor(ranks, dtype=torch.int32).to(self._device)
         self._held[slot] = held  # what was there goes once the stream is past what reads it: memory is the stream's
@@ -71,7 +63,7 @@ class AdaptedProduct:
 
 
 class DecoderAdapters:
-    """All of a decoder's; an `AdapterHolder`."""
+    """All of a decoder's; a `ReservingHolder`."""
 
     def __init__(self) -> None:
         self.products: list[AdaptedProduct] = []

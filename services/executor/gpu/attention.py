@@ -10,9 +10,9 @@ from torch import Tensor
 
 from services.executor.core.sparse_attention import DEVIATIONS
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.gpu.inputs import Split, StepInputs, inputs_of
+from services.executor.gpu.inputs import Shape, Split, StepInputs, inputs_of
 from services.executor.gpu.kernels import attention_launch, pages
-from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
+from services.executor.gpu.sparse_attention import SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.step_context import ScoreRule
 from services.executor.platforms.base import sent
@@ -35,7 +35,8 @@ class StepBatches:
     ) -> None:
         """`compressions` as `StepInputs` has them."""
         self.compressions = compressions
-        self._plan, self._block_size, self._device, self._processors = plan, block_size, device, processors
+        self._plan, self._device = plan, device
+        self._shape = Shape(block_size, 1, 1, processors)  # but for the heads, which each layer has
         self._batches: dict[tuple[int, int], Sequence[attention_launch.Batch]] = {}
         self._rows = sparse_rows(plan, block_size)
         self._sparse: dict[tuple[int, int], SparseStep] = {}
@@ -54,8 +55,8 @@ class StepBatches:
         """The decodes, and the prefill chunks, whose tiles are larger."""
         heads = (kv_heads, group)
         if heads not in self._batches:
-            inputs = inputs_of(self._plan, self._block_size, *heads, self._device, self._processors)
-            self._batches[heads] = inputs.batches
+            shape = self._shape._replace(kv_heads=kv_heads, group=group)
+            self._batches[heads] = inputs_of(self._plan, shape, self._device).batches
         return self._batches[heads]
 
     def split(self, layer: int, kv_heads: int, group: int) -> Split | None:
@@ -64,8 +65,8 @@ class StepBatches:
             return None
         heads = (kv_heads, group)
         if heads not in self._sparse:
-            layout = Layout(self._block_size, *heads, self._processors, alone=False)
-            self._sparse[heads] = SparseStep(self._plan, self._rows, layout, self._device)
+            shape = self._shape._replace(kv_heads=kv_heads, group=group)
+            self._sparse[heads] = SparseStep(self._plan, self._rows, shape, self._device)
         return self._sparse[heads].split(layer)
 
 

@@ -4,7 +4,7 @@
 can hold them. What a step reads is in `StepInputs`; what it writes are the KV store and the tensors it returns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,14 +20,13 @@ from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.adapters import AdaptedProduct, DecoderAdapters
 from services.executor.gpu.attention import GpuKernels, processors_of
 from services.executor.gpu.experts import Mixture
-from services.executor.gpu.inputs import Split, StepInputs, inputs_of
+from services.executor.gpu.inputs import Shape, Split, StepInputs, inputs_of
 from services.executor.gpu.kernels import elementwise, low_rank
 from services.executor.gpu.kernels.experts import arrivals_of
 from services.executor.gpu.kernels.low_rank import LowRankRows
 from services.executor.gpu.linear import invariant_product, make_joined, make_lookup, make_product
-from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
+from services.executor.gpu.sparse_attention import SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowered_experts import Routing
 from services.executor.model.lowering import (
@@ -110,7 +109,6 @@ class GpuDecoder:
         `batch_invariant`: what a row comes to is a function of its token, its position and what it reads: not of the
         rows beside it. Products and sums over ranks are other ones then, and keys are not split.
         """
-        self.batch_invariant = batch_invariant
         if batch_invariant:
             make, collectives = invariant_product, InRankOrder(collectives)
         self._scalars = lowered.scalars
@@ -120,7 +118,10 @@ class GpuDecoder:
         self._collectives = collectives
         self._attention = GpuKernels(store, self.first_seen)
         self._q_heads = layout.q_heads.size
-        self.group = layout.q_per_kv  # query heads of each of its KV heads
+        processors = 0 if batch_invariant else self._attention.processors
+        self.shape = Shape(
+            store.block_size, store.shape.kv_heads, layout.q_per_kv, processors, batch_invariant=batch_invariant
+        )
         first = layout.output_heads.start - layout.q_heads.start
         width = store.shape.head_dim
         self._output_columns = slice(first * width, (first + layout.output_heads.size) * width)
@@ -137,19 +138,6 @@ class GpuDecoder:
         self._head = make(*weights_of(lowered.head))
         release(lowered.head)
         release(lowered.embedding)
-        # What works at once on the device; 0: keys are never split.
-        self.processors = 0 if batch_invariant else self._attention.processors
-
-    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
-        """See `AdapterHolder`."""
-        self.adapters.load(slot, weights)
-
-    def drop(self, slot: int) -> None:
-        self.adapters.drop(slot)
-
-    def reserve(self, slots: int, max_rank: int) -> None:
-        """See `ReservingHolder`."""
-        self.adapters.reserve(slots, max_rank)
 
     # --- what a graph can hold -------------------------------------------------------------------
 
@@ -161,7 +149,8 @@ class GpuDecoder:
 
         `on_layer` is called as each layer has been launched. Raises `RingLost`.
         """
-        rows = self._adapted_rows(inputs.adapters)
+        slots = self.adapters.slots
+        rows = low_rank.rows_by_slot(inputs.adapters, slots) if slots and inputs.adapters is not None else None
         residual, states = self._begin(inputs)
         rotations = self._rotations(inputs.positions)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
@@ -202,28 +191,14 @@ class GpuDecoder:
 
     def inputs_of(self, plan: StepPlan) -> StepInputs:
         """`plan`, which computes some tokens, in tensors of its own on the device."""
-        shape = self._store.shape
-        inputs = inputs_of(
-            plan,
-            shape.block_size,
-            shape.kv_heads,
-            self.group,
-            self._store.device,
-            self.processors,
-            alone=self.batch_invariant,
-        )
-        return inputs._replace(
+        return inputs_of(plan, self.shape, self._store.device)._replace(
             compressions=self.pairs_of(plan), adapters=self.adapters_of(plan), sparse=self.sparse_of(plan)
         )
 
     def sparse_of(self, plan: StepPlan) -> Callable[[int], Split | None] | None:
         """How layers attend to `plan` in which some rows read some blocks only, as `StepInputs.sparse`."""
-        shape = self._store.shape
-        rows = sparse_rows(plan, shape.block_size) if shape.choosing else []
-        if not rows:
-            return None
-        layout = Layout(shape.block_size, shape.kv_heads, self.group, self.processors, alone=self.batch_invariant)
-        return SparseStep(plan, rows, layout, self._store.device).split
+        rows = sparse_rows(plan, self._store.block_size) if self._store.shape.choosing else []
+        return SparseStep(plan, rows, self.shape, self._store.device).split if rows else None
 
     def adapters_of(self, plan: StepPlan) -> Tensor | None:
         """The slots of the rows of `plan`, as `StepInputs.adapters`."""
@@ -307,7 +282,7 @@ class GpuDecoder:
         )
         self._attention.seal(inputs, layer.index)
         tokens, _, width = query.shape
-        grouped = query.view(tokens, -1, self.group, width)
+        grouped = query.view(tokens, -1, self.shape.group, width)
         out = torch.empty_like(grouped)
         choosing = layer.index if layer.index in self._store.shape.choosing else None
         self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out, choosing)
@@ -332,15 +307,9 @@ class GpuDecoder:
         )
 
     def _mixture(self, routing: Routing, make: MakeProduct) -> Mixture:
-        mixture = Mixture(routing, make, self._arrivals, gelu=self._gelu, invariant=self.batch_invariant)
+        mixture = Mixture(routing, make, self._arrivals, gelu=self._gelu, invariant=self.shape.batch_invariant)
         mixture.take_adapters(self.adapters, self._names[routing.experts])
         return mixture
-
-    def _adapted_rows(self, slots: Tensor | None) -> LowRankRows | None:
-        """Those of a step whose rows have adapters in `slots`."""
-        if slots is None or not self.adapters.slots:
-            return None
-        return low_rank.rows_by_slot(slots, self.adapters.slots)
 
     def _adapted(self, linears: Sequence[Any]) -> AdaptedProduct:
         """What adapters add to the product of `linears`, before their weights go."""

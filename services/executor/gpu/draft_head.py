@@ -38,7 +38,8 @@ class GpuHead(GpuDecoder):
         places = head.get_output_embeddings()
         super().__init__(lowered, store, layout, collectives)
         self.states_width = head.hidden
-        self._begins = _begin_of(head, lowered)
+        assert isinstance(head, MtpHead | Eagle3Head), "there is no other kind"
+        self._begins = _Mtp(head, lowered) if isinstance(head, MtpHead) else _Eagle3(head, lowered)
         self.taken = head.taken  # see `HeadModel.taken`
         # As `AuxHiddenStates` has them: where its own states are.
         self.made_layers = () if isinstance(head, MtpHead) else (len(lowered.layers),)
@@ -91,13 +92,6 @@ class _Eagle3:
         normed = elementwise.norm(states, weight, norms)
         read = torch.cat((elementwise.norm(embedded, self._of_embeddings, norms), normed), dim=1)
         return normed if self._normed else states.clone(), read
-
-
-def _begin_of(head: HeadModel, lowered: Lowered) -> _Mtp | _Eagle3:
-    if isinstance(head, MtpHead):
-        return _Mtp(head, lowered)
-    assert isinstance(head, Eagle3Head), "there is no other kind"
-    return _Eagle3(head, lowered)
 
 
 class GraphedHead:

@@ -19,7 +19,7 @@ chunks have graphs of their own (`prompt_graphs.py`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,12 +47,10 @@ from services.executor.gpu.inputs import (
     splits_for,
     to_device,
 )
-from services.executor.gpu.kernels.attention_launch import rows_for
-from services.executor.gpu.kernels.tiles import StepTiles, splits_of
+from services.executor.gpu.kernels.tiles import StepTiles, rows_for, splits_of
 from services.executor.gpu.prompt_graphs import PromptGraphs
 from services.executor.gpu.sampling import resolve
 from services.executor.gpu.sparse_attention import sparse_rows
-from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowering import sums_of
 from services.executor.platforms.base import sent
@@ -238,11 +236,12 @@ class StepGraphs:
         self._results = self._room_for_results()
         before = self._capture.memory()
         for rung in reversed(self._ladder):
-            fine = self._capture_one(rung)
-            fine = fine and self._within(rung, self._capture.memory() - before, most_memory)
-            if not agree(fine):
-                self._graphs.pop(rung, None)
+            graph = self._captured(rung, self._work(rung), before)
+            agreed = agree(graph is not None)
+            if graph is None or not agreed:
+                graph = None  # with its memory
                 break
+            self._graphs[rung] = graph
         else:
             self._capture_prompts(before, agree)
         log.info(
@@ -259,13 +258,11 @@ class StepGraphs:
             return
         for tokens in reversed(prompts.ladder):
             work, output = prompts.work(tokens)
-            graph = self._captured(tokens, work)
-            if graph is not None:
-                prompts.keep(tokens, graph, output)
-            fine = graph is not None and self._within(tokens, self._capture.memory() - before, self._most_memory)
-            if not agree(fine):
-                prompts.forget(tokens)
+            graph = self._captured(tokens, work, before)
+            agreed = agree(graph is not None)
+            if graph is None or not agreed:
                 break
+            prompts.keep(tokens, graph, output)
 
     def replay_prompt(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         """As `PromptGraphs.replay`, of any plan."""
@@ -286,7 +283,7 @@ class StepGraphs:
         slots = slots_of_rows(plan)
         graph = self._graphs[rung] if slots is None else self._graph_with_adapters(rung)
         lay_out = arrays_of if is_decode(plan) else rows_of
-        arrays = padded(lay_out(plan, self._shape.block_size, self._shape.group), rung).flat()
+        arrays = padded(lay_out(plan, self._shape), rung).flat()
         if graph is None or not self._staging.fits(arrays):
             return None
         self._staging.stage(arrays)
@@ -309,10 +306,7 @@ class StepGraphs:
         if rung not in self._with_adapters:
             before = self._capture.memory()
             self._adapter_slots.fill_(-1)
-            graph = self._captured(rung, self._work(rung, with_adapters=True))
-            if graph is not None and not self._within(rung, self._capture.memory() - before, self._most_memory):
-                graph = None
-            self._with_adapters[rung] = graph
+            self._with_adapters[rung] = self._captured(rung, self._work(rung, with_adapters=True), before)
         return self._with_adapters[rung]
 
     def close(self) -> None:
@@ -333,25 +327,20 @@ class StepGraphs:
             logits.new_zeros((rows, logits.shape[1])), logits.new_zeros(rows), logits.new_zeros(rows, dtype=torch.int64)
         )
 
-    def _capture_one(self, rung: int) -> bool:
-        graph = self._captured(rung, self._work(rung))
-        if graph is not None:
-            self._graphs[rung] = graph
-        return graph is not None
-
-    def _captured(self, rung: int, work: Work) -> Work | None:
+    def _captured(self, rung: int, work: Work, before: int) -> Work | None:
+        """None where it cannot be recorded, or takes more than the memory that there is for all that is captured since
+        `before` bytes were in use."""
         self._capture.warm_up(work)  # what fails here would fail without a graph too
         try:
-            return self._capture.record(work)
+            graph = self._capture.record(work)
         except Exception as error:  # whatever it was that a graph cannot hold: kernel by kernel it runs
             log.warning("cuda_graph_failed", size=rung, reason=reason_of(error), instead="launching kernel by kernel")
             return None
-
-    def _within(self, rung: int, used: int, most: int) -> bool:
+        used, most = self._capture.memory() - before, self._most_memory
         if used <= most:
-            return True
+            return graph
         log.warning("cuda_graphs_too_large", size=rung, mib=used // _MIB, most_mib=most // _MIB)
-        return False
+        return None
 
     def _work(self, rung: int, *, with_adapters: bool = False) -> Work:
         """A step of `rung` decodes over the tensors that are staged for it; they hold a step of nobody now."""
@@ -388,13 +377,7 @@ class GraphedDecoder:
     """A `model.decoder.Decoder`. What it returns of a step lies on the device, and is gone with the next one."""
 
     def __init__(
-        self,
-        inner: GpuDecoder,
-        shape: Shape,
-        staging: Staging,
-        before: Tensor,
-        device: torch.device,
-        graphs: StepGraphs | None,
+        self, inner: GpuDecoder, shape: Shape, staging: Staging, before: Tensor, graphs: StepGraphs | None
     ) -> None:
         """`before` int64: where the tokens of the step before come to lie, by row; `graphs` over the same `staging`;
         None: every step is launched by kernels."""
@@ -402,12 +385,11 @@ class GraphedDecoder:
         self._shape = shape
         self._staging = staging
         self._before = before
-        self._device = device
         self._graphs = graphs
         self._tapped_layers: Sequence[int] | None = None
         self.tapped: Tensor | None = None  # [T, width]: what the last step has left, where layers are tapped
         self.input_states: Tensor | None = None  # `StepInputs.states` of the steps from now on
-        self.label = inner.label
+        self.label, self.adapters = inner.label, inner.adapters
 
     def tap(self, layers: Sequence[int]) -> None:
         """Has steps leave what a draft head reads, as `AuxHiddenStates` has it; to be called before graphs are
@@ -446,17 +428,6 @@ class GraphedDecoder:
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)
 
-    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
-        """See `AdapterHolder`."""
-        self._inner.load(slot, weights)
-
-    def drop(self, slot: int) -> None:
-        self._inner.drop(slot)
-
-    def reserve(self, slots: int, max_rank: int) -> None:
-        """See `ReservingHolder`."""
-        self._inner.reserve(slots, max_rank)
-
     def _replay(self, plan: StepPlan, progress: ProgressCounter) -> Computed | None:
         computed = None if self._graphs is None else self._graphs.replay(plan, self.input_states)
         if self._graphs is not None and computed is not None:
@@ -479,15 +450,14 @@ class GraphedDecoder:
         return hidden, inputs.sample_rows
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        shape = self._shape
-        step = arrays_of(plan, shape.block_size, shape.group, alone=shape.batch_invariant)
+        step = arrays_of(plan, self._shape)
         arrays = step.flat()
         if self._staging.fits(arrays):
             self._staging.stage(arrays)
             tensors = self._staging.views([len(array) for array in arrays])
         else:
-            tensors = to_device(arrays, self._device)
-        inputs = as_inputs(step, tensors, splits_for(step, shape.kv_heads, shape.processors))
+            tensors = to_device(arrays, self._staging.device)
+        inputs = as_inputs(step, tensors, splits_for(step, self._shape))
         inputs = inputs._replace(
             compressions=self._inner.pairs_of(plan),
             adapters=self._inner.adapters_of(plan),

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.settings import MOST_DRAFTS
-from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
-from services.executor.gpu.kernels.attention_launch import Batch, rows_for
+from services.executor.core.step_plan import Int32Array, StepLimits, StepPlan, as_int32
+from services.executor.gpu.kernels.attention_launch import Batch
 from services.executor.gpu.kernels.pages import ChosenRows
-from services.executor.gpu.kernels.tiles import StepTiles, splits_of, tiles_of
+from services.executor.gpu.kernels.tiles import StepTiles, rows_for, splits_of, tiles_of
 from services.executor.platforms.base import sent
 from services.executor.platforms.catalog import platform_of
 
@@ -69,8 +69,10 @@ class Shape(NamedTuple):
     kv_heads: int
     group: int  # query heads of a KV head
     processors: int  # that work at once on the device; 0: keys are never split among them
-    context_length: int  # most tokens of one sequence
-    batch_invariant: bool = False  # whether each token is attended to in a tile of its own
+    context_length: int = 0  # most tokens of one sequence, which graphs are made for
+    # Whether each token is attended to in a tile of its own, as a decode's, so that what it comes to does not depend on
+    # its neighbours.
+    batch_invariant: bool = False
 
 
 class StepInputs(NamedTuple):
@@ -131,12 +133,11 @@ class StepArrays(NamedTuple):
         return [*self[:7], *tiles, self.tables]
 
 
-def arrays_of(plan: StepPlan, block_size: int, group: int, *, alone: bool = False) -> StepArrays:
-    """`plan`, which computes some tokens, for layers with `group` query heads per KV head; `alone`: each token in a
-    tile of its own, as a decode's, so that what it comes to does not depend on its neighbours."""
+def arrays_of(plan: StepPlan, shape: Shape) -> StepArrays:
+    """`plan`, which computes some tokens."""
     query_lens = as_int32(plan.query_lens).astype(np.int64)
     context_lens = as_int32(plan.context_lens)
-    blocks = -(-context_lens.astype(np.int64) // block_size)
+    blocks = -(-context_lens.astype(np.int64) // shape.block_size)
     bounds = ((0, plan.num_decodes), (plan.num_decodes, len(query_lens)))
     return StepArrays(
         as_int32(plan.token_ids),
@@ -147,14 +148,14 @@ def arrays_of(plan: StepPlan, block_size: int, group: int, *, alone: bool = Fals
         np.concatenate(([0], np.cumsum(query_lens))),
         context_lens,
         as_int32(plan.block_tables),
-        [_part(query_lens, context_lens, first, end, group, alone) for first, end in bounds if end > first],
+        [_part(query_lens, context_lens, first, end, shape) for first, end in bounds if end > first],
     )
 
 
-def _part(query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int, alone: bool) -> StepPart:
-    most = 1 if alone else int(query_lens[first:end].max())
-    rows = rows_for(group, most)
-    tokens = 1 if most == 1 else rows // group
+def _part(query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, shape: Shape) -> StepPart:
+    most = 1 if shape.batch_invariant else int(query_lens[first:end].max())
+    rows = rows_for(shape.group, most)
+    tokens = 1 if most == 1 else rows // shape.group
     tiles = tiles_of(query_lens[first:end], tokens)
     return StepPart(
         StepTiles(tiles.sequence + np.int32(first), tiles.first),
@@ -201,24 +202,15 @@ def as_inputs(step: StepArrays, tensors: Sequence[Tensor], splits: Sequence[int]
     return StepInputs(token_ids, positions, slots, sample_rows, batches)
 
 
-def splits_for(step: StepArrays, kv_heads: int, processors: int) -> list[int]:
+def splits_for(step: StepArrays, shape: Shape) -> list[int]:
     """Parts of the keys that suit the contexts of `step`, for each of its parts."""
-    return [splits_of(len(part.tiles.sequence) * kv_heads, part.longest, processors) for part in step.parts]
+    return [splits_of(len(part.tiles.sequence) * shape.kv_heads, part.longest, shape.processors) for part in step.parts]
 
 
-def inputs_of(
-    plan: StepPlan,
-    block_size: int,
-    kv_heads: int,
-    group: int,
-    device: torch.device,
-    processors: int,
-    *,
-    alone: bool = False,
-) -> StepInputs:
-    """`plan`, which computes some tokens, in tensors of its own: one copy to the device; `alone` as of `arrays_of`."""
-    step = arrays_of(plan, block_size, group, alone=alone)
-    return as_inputs(step, to_device(step.flat(), device), splits_for(step, kv_heads, processors))
+def inputs_of(plan: StepPlan, shape: Shape, device: torch.device) -> StepInputs:
+    """`plan`, which computes some tokens, in tensors of its own: one copy to the device."""
+    step = arrays_of(plan, shape)
+    return as_inputs(step, to_device(step.flat(), device), splits_for(step, shape))
 
 
 def is_decode(plan: StepPlan) -> bool:
@@ -236,10 +228,10 @@ def is_like_decodes(plan: StepPlan) -> bool:
     return int((as_int32(plan.context_lens).astype(np.int64) * (query_lens - 1)).sum()) <= MOST_READ_AGAIN
 
 
-def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
+def rows_of(plan: StepPlan, shape: Shape) -> StepArrays:
     """`plan`, whose rows are decodes of sequences of their own: those of one sequence share its blocks, and each reads
     what is before it, since a layer writes all keys before it attends."""
-    step = arrays_of(plan, block_size, group, alone=True)
+    step = arrays_of(plan, shape._replace(batch_invariant=True))
     query_lens, rows = as_int32(plan.query_lens), len(step.token_ids)
     part = StepPart(
         StepTiles(np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)),
@@ -260,22 +252,15 @@ def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
 # --- the way to the device ---------------------------------------------------------------------------
 
 
-class InputLimits(NamedTuple):
-    """The largest step there may be."""
-
-    max_sequences: int
-    max_batch_tokens: int
-    blocks_per_context: int  # block table of the longest sequence
-
-    def capacity(self) -> int:
-        """Numbers that such a step has, with the room between them."""
-        tokens, sequences = max(self.max_batch_tokens, self.max_sequences), self.max_sequences
-        of_tokens = [tokens] * 4  # ids, positions, slots, sampled rows
-        of_sequences = [sequences, sequences + 1, sequences]
-        of_tiles = [sequences] * 2 + [tokens] * 2  # decodes', prefill chunks'
-        of_graphs = [ROOM_OF_GRAPHS] * (len(of_sequences) + len(of_tiles))  # what they have more of
-        tables = sequences * self.blocks_per_context
-        return total_of([*of_tokens, *of_sequences, *of_tiles, *of_graphs, tables])
+def capacity_of(limits: StepLimits, block_size: int) -> int:
+    """Numbers that the largest step has that there may be, with the room between them."""
+    tokens, sequences = max(limits.max_batch_tokens, limits.max_sequences), limits.max_sequences
+    of_tokens = [tokens] * 4  # ids, positions, slots, sampled rows
+    of_sequences = [sequences, sequences + 1, sequences]
+    of_tiles = [sequences] * 2 + [tokens] * 2  # decodes', prefill chunks'
+    of_graphs = [ROOM_OF_GRAPHS] * (len(of_sequences) + len(of_tiles))  # what they have more of
+    tables = sequences * -(-limits.context_length // block_size)
+    return total_of([*of_tokens, *of_sequences, *of_tiles, *of_graphs, tables])
 
 
 def places_of(lengths: Sequence[int]) -> list[int]:

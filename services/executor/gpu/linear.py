@@ -34,16 +34,6 @@ if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.kernels.grouped import PackedRows
 
 
-class JoinedProduct:
-    """Several, of the same inputs, with their outputs end to end."""
-
-    def __init__(self, products: Sequence[Product]) -> None:
-        self._products = products
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([product(x) for product in self._products], dim=1)
-
-
 def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
     of_bf16 = isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and weight.is_contiguous()
@@ -70,7 +60,7 @@ def invariant_product(weight: Weight, bias: Tensor | None) -> Product:
 def make_joined(linears: Sequence[Weights], make: MakeProduct) -> Product:
     """Linears of the same inputs as one; those of one format by one product."""
     products = [make(*linear) for linear in _joined(linears)]
-    return products[0] if len(products) == 1 else JoinedProduct(products)
+    return products[0] if len(products) == 1 else lambda x: torch.cat([product(x) for product in products], dim=1)
 
 
 def _joined(linears: Sequence[Weights]) -> list[Weights]:

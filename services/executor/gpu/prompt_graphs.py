@@ -17,13 +17,14 @@ by kernel. Graphs hold all layers; the logits, of as many rows as are sampled, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.inputs import Ints, Shape, Staging, StepInputs, filled, rung_for
 from services.executor.gpu.kernels.attention_launch import Batch
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, StepTiles, rows_for, splits_of, tiles_of
@@ -164,20 +165,12 @@ class PromptOutput:
     hidden: Tensor | None = None  # [T, hidden], once it has run
 
 
-class Layers(Protocol):
-    """What of a decoder the graphs hold."""
-
-    def compute(self, inputs: StepInputs) -> Tensor: ...
-
-    def pairs_of(self, plan: StepPlan) -> Tensor | None: ...
-
-
 class PromptGraphs:
     """Of one rank."""
 
     def __init__(
         self,
-        layers: Layers,
+        layers: GpuDecoder,
         shape: PromptShape,
         most_tokens: int,
         staging: Staging,
@@ -212,9 +205,6 @@ class PromptGraphs:
     def keep(self, tokens: int, graph: Callable[[], None], output: PromptOutput) -> None:
         """`graph` does what `work` said."""
         self._graphs[tokens] = graph, output
-
-    def forget(self, tokens: int) -> None:
-        self._graphs.pop(tokens, None)
 
     def close(self) -> None:
         self._graphs.clear()

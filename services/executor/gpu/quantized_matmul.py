@@ -166,35 +166,29 @@ def coded_product(weight: Quantized, bias: Tensor | None, scaled: Scaled | None 
 
 def multiply_widened(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     """`x` [T, in] times weights in its dtype, of which there are some `SCRATCH` bytes at a time."""
-    outputs, inputs = weight.codes.shape
-    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    step = min(outputs, max(1, SCRATCH // (inputs * x.element_size())))
-    scratch = torch.empty((step, inputs), dtype=x.dtype, device=x.device)
-    for first in range(0, outputs, step):
-        part = weight.rows(first, first + step)
-        wide = scratch[: len(part.codes)]
-        decode_rows(part.codes, part.scales, wide)
-        _multiply_part(x, wide, bias, first, out)
+    out = torch.empty((len(x), len(weight.codes)), dtype=x.dtype, device=x.device)
+    inputs = weight.codes.shape[1]
+    _by_parts(x, inputs, lambda first, wide: decode_rows(*weight.rows(first, first + len(wide)), wide), bias, out)
     return out
 
 
 def multiply_widened_groups(x: Tensor, weight: PackedRows, bias: Tensor | None, out: Tensor) -> None:
     """The same into `out` [T, outputs]; `x` in the order of the weight's columns."""
-    step = min(weight.outputs, max(BLOCK_N, SCRATCH // (weight.columns * x.element_size())))
-    scratch = torch.empty((step, weight.columns), dtype=x.dtype, device=x.device)
-    for first in range(0, weight.outputs, step):
-        wide = scratch[: min(step, weight.outputs - first)]
-        widened(weight, first, wide)
-        _multiply_part(x, wide, bias, first, out)
+    _by_parts(x, weight.columns, lambda first, wide: widened(weight, first, wide), bias, out)
 
 
-def _multiply_part(x: Tensor, wide: Tensor, bias: Tensor | None, first: int, out: Tensor) -> None:
-    """The outputs from `first` on, as many as `wide` has rows."""
-    into = out[:, first : first + len(wide)]
-    if bias is None:
-        torch.mm(x, wide.t(), out=into)
-    else:
-        torch.addmm(bias[first : first + len(wide)], x, wide.t(), out=into)
+def _by_parts(x: Tensor, inputs: int, widen: Callable[[int, Tensor], None], bias: Tensor | None, out: Tensor) -> None:
+    """`widen` fills [rows, `inputs`] with the weight's rows from its first argument on."""
+    outputs = out.shape[1]
+    scratch = x.new_empty((min(outputs, max(1, SCRATCH // (inputs * x.element_size()))), inputs))
+    for first in range(0, outputs, len(scratch)):
+        wide = scratch[: outputs - first]
+        end = first + len(wide)
+        widen(first, wide)
+        if bias is None:
+            torch.mm(x, wide.t(), out=out[:, first:end])
+        else:
+            torch.addmm(bias[first:end], x, wide.t(), out=out[:, first:end])
 
 
 class PackedLookup:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.collectives.base import Collectives
+from services.executor.collectives.base import Collectives, of_all_ranks
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.gpu.kernels import sampling
@@ -139,10 +139,7 @@ def largest_of_ranks(largest: Tensor, tokens: Tensor, collectives: Collectives, 
     """
     if collectives.world_size == 1:
         return largest.float(), tokens
-    slots = torch.zeros((collectives.world_size, 2, len(tokens)), dtype=torch.float32, device=tokens.device)
-    slots[collectives.rank, 0] = largest
-    slots[collectives.rank, 1] = (tokens + start).float()
-    every = collectives.all_reduce(slots)
+    every = of_all_ranks(torch.stack((largest.float(), (tokens + start).float())), collectives)
     values, ranks = every[:, 0].max(dim=0)  # of ranks that tie the first, whose tokens are the smallest
     return values, every[:, 1].gather(0, ranks.unsqueeze(0)).squeeze(0).long()
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from services.executor.core.sparse_attention import FIELDS, BlockReads, SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.gpu.inputs import Round, Split, inputs_of, to_device
-from services.executor.gpu.kernels.attention_launch import Batch, rows_for
+from services.executor.gpu.inputs import Round, Shape, Split, inputs_of, to_device
+from services.executor.gpu.kernels.attention_launch import Batch
 from services.executor.gpu.kernels.pages import ChosenRows
-from services.executor.gpu.kernels.tiles import splits_of
+from services.executor.gpu.kernels.tiles import rows_for, splits_of
 from services.executor.platforms.base import sent
 
 # Scores and entries of tables, of 4 bytes, that the rows of one round have: memory is bounded whatever a step has.
@@ -55,22 +55,12 @@ def sparse_rows(plan: StepPlan, block_size: int) -> list[SparseRow]:
     return found
 
 
-class Layout(NamedTuple):
-    """What of a model and its device decides how rows are laid out."""
-
-    block_size: int
-    kv_heads: int
-    group: int  # query heads of a KV head
-    processors: int  # as `gpu.graphs.Shape` has them
-    alone: bool  # whether each token is attended to in a tile of its own
-
-
 class SparseStep:
     """A step of which some rows read some blocks only."""
 
-    def __init__(self, plan: StepPlan, rows: Sequence[SparseRow], layout: Layout, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, rows: Sequence[SparseRow], shape: Shape, device: torch.device) -> None:
         """`rows`: those rows."""
-        self._plan, self._rows, self._layout, self._device = plan, rows, layout, device
+        self._plan, self._rows, self._shape, self._device = plan, rows, shape, device
         self._splits: dict[int, Split | None] = {}
 
     def split(self, layer: int) -> Split | None:
@@ -85,23 +75,19 @@ class SparseStep:
         every = len(self._plan.slots) // 4
         others = np.setdiff1d(np.arange(every), [row.row for row in rows])
         most = max(row.reading.recent - row.reading.first if row.reading.top else 0 for row in rows)
-        length = max(blocks_read(row, self._layout.block_size) for row in rows)
-        count = max(1, ROUND_NUMBERS // (self._layout.kv_heads * (most + length)))
+        length = max(blocks_read(row, self._shape.block_size) for row in rows)
+        count = max(1, ROUND_NUMBERS // (self._shape.kv_heads * (most + length)))
         parts = [rows[first : first + count] for first in range(0, len(rows), count)]
         rounds = [self._round(part, most, length, whole=len(part) == every) for part in parts]
         return Split(self._dense(others) if len(others) else None, rounds)
 
     def _dense(self, rows: NDArray[np.int64]) -> tuple[Tensor, Sequence[Batch]]:
-        layout = self._layout
-        plan = plan_of_runs(self._plan, rows.tolist(), layout.block_size)
-        inputs = inputs_of(
-            plan, layout.block_size, layout.kv_heads, layout.group, self._device, layout.processors, alone=layout.alone
-        )  # fmt: skip
-        return sent(rows, self._device), inputs.batches
+        plan = plan_of_runs(self._plan, rows.tolist(), self._shape.block_size)
+        return sent(rows, self._device), inputs_of(plan, self._shape, self._device).batches
 
     def _round(self, rows: Sequence[SparseRow], most: int, length: int, *, whole: bool) -> Round:
-        layout, count = self._layout, len(rows)
-        size, stride = layout.block_size, layout.kv_heads * length
+        shape, count = self._shape, len(rows)
+        size, stride = shape.block_size, shape.kv_heads * length
         blocks = -(-as_int32(self._plan.context_lens).astype(np.int64) // size)
         starts = np.cumsum(blocks) - blocks
         choices = [
@@ -123,8 +109,8 @@ class SparseStep:
             context_lens=lengths,
             tile_sequence=ids[:-1],
             tile_first=zeros,
-            rows_per_tile=rows_for(layout.group, 1),
-            splits=splits_of(count * layout.kv_heads, length * size, layout.processors),
+            rows_per_tile=rows_for(shape.group, 1),
+            splits=splits_of(count * shape.kv_heads, length * size, shape.processors),
             first_row=0,
             num_rows=count,
             tile_tokens=1,

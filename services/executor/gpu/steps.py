@@ -31,7 +31,7 @@ from services.executor.core.sparse_attention import PAGES, WINDOW, SparsePattern
 from services.executor.core.step_plan import StepLimits, StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, StepGraphs
-from services.executor.gpu.inputs import InputLimits, Shape, Staging
+from services.executor.gpu.inputs import Shape, Staging, capacity_of
 from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
 from services.executor.gpu.prompt_graphs import PromptGraphs, PromptShape
@@ -109,16 +109,8 @@ class GpuSteps:
         self._widths = list(widths)
         self._limits = limits
         rows = max(limits.max_sequences, limits.max_batch_tokens)
-        blocks = -(-limits.context_length // store.block_size)
-        staging = Staging(InputLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device)
-        shape = Shape(
-            store.block_size,
-            store.shape.kv_heads,
-            decoder.group,
-            decoder.processors,
-            limits.context_length,
-            decoder.batch_invariant,
-        )
+        staging = Staging(capacity_of(limits, store.block_size), device)
+        shape = decoder.shape._replace(context_length=limits.context_length)
         self._sampler = DeviceSampler(rows, sum(widths), device)
         before = self._sampler.tokens
         self._graphs = None
@@ -126,7 +118,7 @@ class GpuSteps:
             capture = capture or CudaCapture(device)
             self._graphs = StepGraphs(decoder, shape, limits.max_sequences, staging, before, capture)
             self._graphs.prompts = self._prompts(decoder, store, shape, staging, before)
-        self.decoder = GraphedDecoder(decoder, shape, staging, before, device, self._graphs)
+        self.decoder = GraphedDecoder(decoder, shape, staging, before, self._graphs)
         self._take: Callable[[StepPlan, Tensor], None] | None = None
 
     def _prompts(

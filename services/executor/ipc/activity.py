@@ -54,7 +54,7 @@ class HostActivity:
         return bool(self._page.armed)
 
     def arm(self) -> None:
-        """By the supervisor."""
+        """By the supervisor: from now on the next request is told, once."""
         self._page.armed = 1
 
     def disarm(self) -> None:
@@ -62,24 +62,15 @@ class HostActivity:
         self._page.armed = 0
 
 
-class ActivityPage:
+class ActivityPage(HostActivity):
     """The page of a host, and who has which slot of it: its supervisor's."""
 
     def __init__(self, path: Path, on_request: Callable[[], None] = lambda: None) -> None:
         """Made anew, all zeros. `on_request`: a leader says that somebody waits for an answer."""
+        super().__init__(path, create=True)
         self.path = path
         self.on_request = on_request
-        self._page = HostActivity(path, create=True)
         self._free = list(range(SLOTS))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody waits for an answer of any ring."""
-        return self._page.is_idle
-
-    def arm(self) -> None:
-        """From now on the next request is told, once."""
-        self._page.arm()
 
     def take(self) -> int | None:
         """A slot for a ring; None: all are taken, and trainers run beside its requests."""
@@ -87,6 +78,6 @@ class ActivityPage:
 
     def give_back(self, slot: int) -> None:
         """Its ring has ended, to the last process; what it has told last may have been lost with it."""
-        self._page.set(slot, 0)
-        self._page.arm()
+        self.set(slot, 0)
+        self.arm()
         self._free.append(slot)

@@ -33,14 +33,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from services.executor.kv_cache.block_pool import (
-    BlockPool,
-    Copies,
-    PendingCopies,
-    PinnedBlocks,
-    check_regions,
-    check_tables,
-)
+from services.executor.kv_cache.block_pool import BlockPool, Copies, Pairs, PinnedBlocks, check_regions, check_tables
 from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root, state_keys
 from shared.messages.debugging import AllocatorDump, HolderDump
@@ -80,8 +73,10 @@ class BlockAllocator:
         self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
         self._saves_per_step = saves_per_step * self._tiers.count
         self._wanted: set[int] = set()
-        self._copies = PendingCopies(named=self._tiers.disk_counts[0] > 0)
-        self._unlock: list[int] = []
+        # What the next plan copies: by slot, the oldest first, the block that is saved there and what it holds; and
+        # (slot, block) of what is restored, whose slots are locked until then.
+        self._saves: dict[int, tuple[int, BlockKey]] = {}
+        self._restores: Pairs = []
         self.room_version = 0  # changes whenever there may be more room than before
 
     # --- room ------------------------------------------------------------------------------------
@@ -197,21 +192,20 @@ class BlockAllocator:
         self.share(place for place in found if place >= 0)
         for place in found:
             if place < 0:
-                self._tiers.lock(~place)
+                self._tiers.of(~place).lock(~place)
         return [place if place >= 0 else self._take(self._full_blocks) for place in found]
 
     def restore(self, slot: int, block: int) -> None:
         """The next plan brings the bytes in `slot` to `block`, both from `take`."""
-        self._copies.restore(slot, block)
-        self._unlock.append(slot)
+        self._restores.append((slot, block))
 
     def give_up(self, slot: int) -> None:
         """What `take` has locked is not going to be restored."""
-        self._tiers.unlock(slot)
+        self._tiers.of(slot).unlock(slot)
 
     def lost(self, slot: int, key: BlockKey) -> None:
         """Some rank cannot read what it has of `key` in `slot`."""
-        self._tiers.forget(slot, key)
+        self._tiers.of(slot).forget(slot, key)
 
     # --- life of a block -------------------------------------------------------------------------
 
@@ -220,16 +214,10 @@ class BlockAllocator:
 
         Raises `OutOfBlocks` and takes nothing when there are too few.
         """
-        if count > self._writable.available:
-            raise OutOfBlocks(f"{count} KV blocks were asked for and {self._writable.available} can be had")
         return self._take_some(self._writable, count)
 
     def allocate_full_blocks(self, count: int) -> list[int]:
         """As `allocate`, of blocks for full ones."""
-        if count > self._full_blocks.available:
-            raise OutOfBlocks(
-                f"{count} KV blocks for full ones were asked for; there are {self._full_blocks.available}"
-            )
         return self._take_some(self._full_blocks, count)
 
     def seal(self, block: int, key: BlockKey, quantized: int | None = None) -> int:
@@ -311,14 +299,7 @@ class BlockAllocator:
 
     def reserve(self, count: int) -> list[int]:
         """`count` blocks, at most `receivable`, to be `adopt`ed or `unreserve`d."""
-        blocks = []
-        for _ in range(count):
-            block, evicted = self._full_blocks.take_unpinned()
-            if evicted:
-                self._evict(block)
-            self._references[block] = 1
-            blocks.append(block)
-        return blocks
+        return [self._take(self._full_blocks, unpinned=True) for _ in range(count)]
 
     def unreserve(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -343,10 +324,13 @@ class BlockAllocator:
         self._pins.sort()
 
     def take_copies(self) -> Copies:
-        for slot in self._unlock:
-            self._tiers.unlock(slot)
-        self._unlock = []
-        return self._copies.take()
+        for slot, _ in self._restores:
+            self._tiers.of(slot).unlock(slot)
+        saves = [(block, slot) for slot, (block, _) in self._saves.items()]
+        outlives = self._tiers.disk.counts[0] > 0
+        copies = Copies(saves, self._restores, [key for _, key in self._saves.values()] if outlives else [])
+        self._saves, self._restores = {}, []
+        return copies
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -366,6 +350,8 @@ class BlockAllocator:
             self._pins.remove(unpinned)
 
     def _take_some(self, pool: BlockPool, count: int) -> list[int]:
+        if count > pool.available:
+            raise OutOfBlocks(f"{count} KV blocks were asked for and {pool.available} can be had")
         blocks = pool.take_empty(count)
         for block in blocks:
             self._references[block] = 1
@@ -373,8 +359,8 @@ class BlockAllocator:
             blocks.append(self._take(pool))
         return blocks
 
-    def _take(self, pool: BlockPool) -> int:
-        block, evicted = pool.take()
+    def _take(self, pool: BlockPool, *, unpinned: bool = False) -> int:
+        block, evicted = pool.take(unpinned=unpinned)
         if evicted:
             self._evict(block)
         self._references[block] = 1
@@ -387,17 +373,19 @@ class BlockAllocator:
         self._wanted.discard(block)
         if wanted:
             for slot in self._tiers.put(key):
-                self._copies.save(block, slot, key)
+                self._saves.pop(slot, None)  # it was to be written already, and has been given away since
+                self._saves[slot] = block, key
             self._drop_saves()
 
     def _drop_saves(self) -> None:
         """Keeps the plan's saves within their bound. The oldest go: the ends of what was evicted, without
         which its beginning is still of use."""
-        excess = len(self._copies.saves) - self._saves_per_step
-        for slot in list(islice(self._copies.saves, max(0, excess))):
-            if not self._tiers.is_locked(slot):
-                self._copies.cancel_save(slot)
-                self._tiers.forget(slot)
+        excess = len(self._saves) - self._saves_per_step
+        for slot in list(islice(self._saves, max(0, excess))):
+            tier = self._tiers.of(slot)
+            if slot not in tier.locks:
+                del self._saves[slot]
+                tier.forget(slot)
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -406,7 +394,7 @@ class BlockAllocator:
         used = [block for block, references in enumerate(self._references) if references]
         writable = sum(1 for block in used if block < self.num_writable)
         sessions = [HolderDump("session", *of) for of in self._pins.blocks_by_session().items()]
-        (host_slots, host_used), (disk_slots, disk_used) = self._tiers.host_counts, self._tiers.disk_counts
+        (host_slots, host_used), (disk_slots, disk_used) = self._tiers.host.counts, self._tiers.disk.counts
         return AllocatorDump(
             block_size=self.block_size,
             writable=self._writable.counts(writable),
@@ -439,6 +427,8 @@ class BlockAllocator:
             block in self._index for block in range(self.num_writable)
         )
         assert not writable_full, "a full block is kept as it was written"
-        self._tiers.check(None if locked is None else dict(Counter(locked) + Counter(self._unlock)))
+        self._tiers.check(
+            None if locked is None else dict(Counter(locked) + Counter(slot for slot, _ in self._restores))
+        )
         if tables is not None:
             check_tables(self._references, tables)

@@ -50,18 +50,18 @@ class MappedBlockFile:
             place.mkdir(parents=True, exist_ok=True)
             self.fd, name = tempfile.mkstemp(prefix="ryzanstein-kv-", dir=place)
             Path(name).unlink()
-            _check_disk(place, self.fd)
+            if (kind := file_system(os.fstat(self.fd).st_dev)) in _IN_MEMORY:
+                raise ConfigurationError(
+                    f"{place} is in memory ({kind}), and --kv-mapped-memory keeps KV blocks on a disk; name a "
+                    "directory on one with --kv-disk-directory."
+                )
             os.posix_fallocate(self.fd, 0, nbytes)
             self._map = mmap.mmap(self.fd, nbytes)
         except OSError as error:
-            self._close()
             raise ConfigurationError(
                 f"No file of {nbytes} bytes for KV blocks can be made in {place} ({error.strerror}); free that much "
                 "there, name another directory with --kv-disk-directory, or lower --kv-mapped-memory."
             ) from error
-        except ConfigurationError:
-            self._close()
-            raise
         with contextlib.suppress(OSError):  # it is advice: what lies beside a page is seldom read with it
             self._map.madvise(mmap.MADV_RANDOM)
         self.content = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8 [nbytes]
@@ -73,13 +73,9 @@ class MappedBlockFile:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def __del__(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         """The mapping stays as long as tensors need it."""
         if self.fd >= 0:
             os.close(self.fd)
-            self.fd = -1
 
 
 class MappedFiles:
@@ -103,16 +99,6 @@ class MappedFiles:
         """`MappedBlockFile.drop`, of all."""
         for file in self.files:
             file.drop()
-
-
-def _check_disk(place: Path, fd: int) -> None:
-    """Raises `ConfigurationError` where the file `fd` in `place` takes memory."""
-    kind = file_system(os.fstat(fd).st_dev)
-    if kind in _IN_MEMORY:
-        raise ConfigurationError(
-            f"{place} is in memory ({kind}), and --kv-mapped-memory keeps KV blocks on a disk; name a "
-            "directory on one with --kv-disk-directory."
-        )
 
 
 def file_system(device: int) -> str:

@@ -6,7 +6,7 @@ cached    full and findable, longest unused first
 pinned    cached, and kept for a session          handed out last: a pin delays eviction, and never
                                                   keeps a block from whoever needs one
 
-Copies (`PendingCopies`) are decided by the leader between two plans, executed by every rank in this order:
+Copies are decided by the leader between two plans, executed by every rank in this order:
 
     1. saves         block ──▶ spill slot     what is evicted, before its id is written again
     2. state saves   state slot ──▶ blocks    snapshots of recurrent state (`scheduler/state_slots.py`)
@@ -23,10 +23,10 @@ time-to-live again. When it runs out, its blocks are cached like everybody's.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from services.executor.kv_cache.prefix_index import BlockKey, PrefixIndex
+from services.executor.kv_cache.prefix_index import PrefixIndex
 from shared.messages.debugging import PoolDump
 
 
@@ -133,13 +133,15 @@ class BlockPool:
     def available(self) -> int:
         return len(self._empty) + len(self._cached) + len(self._pinned)
 
-    def take(self) -> tuple[int, bool]:
-        """(a block, whether it had to be evicted). Raises `IndexError` when none is available."""
+    def take(self, *, unpinned: bool = False) -> tuple[int, bool]:
+        """(a block, whether it had to be evicted); `unpinned`: what is kept for sessions is left alone. Raises
+        `IndexError` when there is none."""
         if self._empty:
             return self._empty.pop(), False
-        if not self._cached and not self._pinned:
+        held = self._cached if self._cached or unpinned else self._pinned
+        if not held:
             raise IndexError("the pool has no unused block")
-        return (self._cached or self._pinned).popitem(last=False)[0], True
+        return held.popitem(last=False)[0], True
 
     def take_empty(self, most: int) -> list[int]:
         """As many as `take` would give without an eviction, `most` of them."""
@@ -157,16 +159,8 @@ class BlockPool:
 
     @property
     def unpinned(self) -> int:
-        """Blocks that `take_unpinned` has."""
+        """Blocks that are not kept for a session."""
         return len(self._empty) + len(self._cached)
-
-    def take_unpinned(self) -> tuple[int, bool]:
-        """As `take`, leaving what is kept for sessions alone. Raises `IndexError` when nothing else is left."""
-        if self._empty:
-            return self._empty.pop(), False
-        if not self._cached:
-            raise IndexError("the pool has no unused block that is not pinned")
-        return self._cached.popitem(last=False)[0], True
 
     def put_empty(self, block: int) -> None:
         """`block` is unused, and what it holds is worth nothing."""
@@ -226,44 +220,12 @@ Pairs = list[tuple[int, int]]
 
 
 class Copies(NamedTuple):
-    """(from, to) pairs, in the order of execution."""
+    """(from, to) pairs for the ranks, in the order of execution."""
 
     saves: Pairs
     restores: Pairs
     # What each of `saves` holds (`BlockKey`), where there are slots on disk.
-    keys: list[tuple[bytes, bytes, bytes]] = []
-
-
-class PendingCopies:
-    def __init__(self, *, named: bool = False) -> None:
-        """`named`: whether it is to be told what saves hold."""
-        self._named = named
-        self._saves: dict[int, tuple[int, BlockKey]] = {}
-        self._restores: Pairs = []
-
-    @property
-    def saves(self) -> KeysView[int]:
-        """The slots that are going to be written, oldest first."""
-        return self._saves.keys()
-
-    def save(self, block: int, slot: int, key: BlockKey) -> None:
-        """A slot that was to be written already has been given away since: the later save counts."""
-        self._saves.pop(slot, None)
-        self._saves[slot] = block, key
-
-    def cancel_save(self, slot: int) -> None:
-        del self._saves[slot]
-
-    def restore(self, slot: int, block: int) -> None:
-        self._restores.append((slot, block))
-
-    def take(self) -> Copies:
-        saves = [(block, slot) for slot, (block, _) in self._saves.items()]
-        copies = Copies(saves, self._restores, [])
-        if self._named:
-            copies.keys.extend(key for _, key in self._saves.values())
-        self._saves, self._restores = {}, []
-        return copies
+    keys: list[tuple[bytes, bytes, bytes]]
 
 
 def check_regions(

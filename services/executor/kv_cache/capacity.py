@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from services.executor.collectives.base import Collectives
+from services.executor.collectives.base import Collectives, of_all_ranks
 from services.executor.core.layer_state import (
     LayerStates,
     Pages,
@@ -320,7 +320,11 @@ def plan_store(
         and (platform_of(device).compresses_uneven_layers or _are_uniform(plain, of_draft))
     ):
         shape = store_shape(settings, PREFERRED.name, states, dtype, of_draft, in_groups=in_groups)
-        blocks = _agreed(shape, context, settings, device, collectives, widths)
+        try:
+            mine = _my_blocks(shape, context, settings, device, widths)
+        except ConfigurationError:
+            mine = BlockCounts(0, 0)  # too few, and so for all ranks
+        blocks = BlockCounts(*smallest(mine, device, collectives))
         if blocks.writable:
             return shape, blocks
     shape = plain
@@ -336,22 +340,6 @@ def _are_uniform(shape: StoreShape, of_draft: LayerStates) -> bool:
     own = shape.num_layers - behind
     parts = (shape.part(0, own), shape.part(own, behind))
     return all(part.is_uniform for part in parts if part.pages)
-
-
-def _agreed(
-    shape: StoreShape,
-    context: int,
-    settings: ExecutorSettings,
-    device: torch.device,
-    collectives: Collectives,
-    widths: StepWidths | None,
-) -> BlockCounts:
-    """The smallest numbers of blocks that any rank can hold; none where that is too few on some rank."""
-    try:
-        mine = _my_blocks(shape, context, settings, device, widths)
-    except ConfigurationError:
-        mine = BlockCounts(0, 0)
-    return BlockCounts(*smallest(mine, device, collectives))
 
 
 def blocks_of_a_snapshot(shape: StoreShape, device: torch.device, collectives: Collectives) -> int:
@@ -370,9 +358,7 @@ def agree_on_slots(
 
 def smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectives) -> list[int]:
     """The smallest of each number over the ranks."""
-    counts = torch.zeros((collectives.world_size, len(mine)), dtype=torch.int64, device=device)
-    counts[collectives.rank] = torch.tensor(mine, device=device)
-    found: list[int] = collectives.all_reduce(counts).amin(0).tolist()
+    found: list[int] = of_all_ranks(torch.tensor(mine, device=device), collectives).amin(0).tolist()
     return found
 
 

@@ -74,6 +74,8 @@ class Spill(Protocol):
 class SpillStore:
     """Slots [0, num_host) in memory and [num_host, num_host + num_disk) on disk, `block_bytes` each at most."""
 
+    loses = True
+
     def __init__(
         self, num_host: int, num_disk: int, block_bytes: int, directory: Path | None = None, *, beside: bool = False
     ) -> None:
@@ -84,10 +86,6 @@ class SpillStore:
         self._num_host = num_host
         self._host: dict[int, bytes] = {}
         self.disk = DiskSlots(block_bytes, directory) if num_disk else None
-
-    @property
-    def loses(self) -> bool:
-        return True
 
     def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()) -> None:
         for (block, slot), key in zip_longest(pairs, keys):

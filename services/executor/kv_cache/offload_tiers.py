@@ -14,7 +14,7 @@ its longest unused slot when it needs one.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from services.executor.kv_cache.prefix_index import BlockKey, PrefixIndex
 
@@ -32,7 +32,7 @@ class SpillTier:
         self._free = list(range(first + size - 1, first - 1, -1))
         self._held = PrefixIndex()
         self._order: OrderedDict[int, None] = OrderedDict()
-        self._locks: dict[int, int] = {}
+        self.locks: dict[int, int] = {}  # of slots, how many
         self.find = self._held.find  # the slot that holds a key
         self.knows = self._held.knows
 
@@ -40,7 +40,7 @@ class SpillTier:
         """The slot to write `key`'s bytes to; None when it is held already, or no slot can be had."""
         if self.knows(key.digest):
             known = self.find(key)
-            if known is not None and known not in self._locks:
+            if known is not None and known not in self.locks:
                 self._order.move_to_end(known)
             return None
         if self._free:
@@ -64,14 +64,14 @@ class SpillTier:
     def lock(self, slot: int) -> None:
         """`slot` is going to be read: it stays as it is until every lock is gone."""
         self._order.pop(slot, None)
-        self._locks[slot] = self._locks.get(slot, 0) + 1
+        self.locks[slot] = self.locks.get(slot, 0) + 1
 
     def unlock(self, slot: int) -> None:
         """Takes one lock back."""
-        self._locks[slot] -= 1
-        if self._locks[slot]:
+        self.locks[slot] -= 1
+        if self.locks[slot]:
             return
-        del self._locks[slot]
+        del self.locks[slot]
         if slot in self._held:
             self._order[slot] = None
         else:
@@ -82,7 +82,7 @@ class SpillTier:
         if slot not in self._held or key not in (None, self._held.key(slot)):
             return
         self._held.remove(slot)
-        if slot not in self._locks:
+        if slot not in self.locks:
             del self._order[slot]
             self._free.append(slot)
 
@@ -91,13 +91,9 @@ class SpillTier:
         """(slots, those that hold a block)."""
         return self._size, len(self._held)
 
-    @property
-    def locks(self) -> Mapping[int, int]:
-        return self._locks
-
     def check(self) -> None:
         """Raises AssertionError where the invariant does not hold."""
-        free, order, locked = set(self._free), set(self._order), set(self._locks)
+        free, order, locked = set(self._free), set(self._order), set(self.locks)
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & order | free & locked | order & locked, "a slot is in two states"
         assert free | order | locked == set(range(self._first, self._first + self._size)), "a slot is leaked"
@@ -109,9 +105,9 @@ class SpillTier:
 class SpillTiers:
     def __init__(self, num_host: int, num_disk: int) -> None:
         self._num_host = num_host
-        self._host = SpillTier(0, num_host)
-        self._disk = SpillTier(num_host, num_disk)
-        self._tiers = [tier for tier, size in ((self._host, num_host), (self._disk, num_disk)) if size]
+        self.host = SpillTier(0, num_host)
+        self.disk = SpillTier(num_host, num_disk)
+        self._tiers = [tier for tier, size in ((self.host, num_host), (self.disk, num_disk)) if size]
 
     @property
     def count(self) -> int:
@@ -136,42 +132,20 @@ class SpillTiers:
     def recover(self, blocks: Iterable[tuple[int, BlockKey]]) -> int:
         """Slots on disk hold blocks of an earlier life of the ring, (slot, key) each, the longest unused first. Returns
         how many can be found. To be called before anything is put."""
-        self._disk.recover(blocks)
-        return self._disk.counts[1]
+        self.disk.recover(blocks)
+        return self.disk.counts[1]
 
-    def lock(self, slot: int) -> None:
-        self._tier(slot).lock(slot)
-
-    def unlock(self, slot: int) -> None:
-        self._tier(slot).unlock(slot)
-
-    def forget(self, slot: int, key: BlockKey | None = None) -> None:
-        """The bytes in `slot` are lost. With `key`, only where they are that block's."""
-        self._tier(slot).forget(slot, key)
-
-    def is_locked(self, slot: int) -> bool:
-        """Whether `slot` is going to be read."""
-        return slot in self._tier(slot).locks
-
-    @property
-    def host_counts(self) -> tuple[int, int]:
-        """(slots, used) in host memory."""
-        return self._host.counts
-
-    @property
-    def disk_counts(self) -> tuple[int, int]:
-        return self._disk.counts
+    def of(self, slot: int) -> SpillTier:
+        """The tier that has `slot`."""
+        return self.disk if self.on_disk(slot) else self.host
 
     def on_disk(self, slot: int) -> bool:
         return slot >= self._num_host
 
     def check(self, locked: dict[int, int] | None = None) -> None:
         """Raises AssertionError where an invariant does not hold; `locked`: locks that there must be."""
-        self._host.check()
-        self._disk.check()
+        self.host.check()
+        self.disk.check()
         if locked is not None:
-            held = {**self._host.locks, **self._disk.locks}
+            held = {**self.host.locks, **self.disk.locks}
             assert held == locked, f"locks {held} are held, {locked} are owed"
-
-    def _tier(self, slot: int) -> SpillTier:
-        return self._disk if slot >= self._num_host else self._host

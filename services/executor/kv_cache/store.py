@@ -112,10 +112,6 @@ class QuantizedBlocks:
         """What blocks consist of, in the order in which they are saved."""
         return [self.codes] if self.scales is None else [self.codes, self.scales]
 
-    def parts(self, block: int) -> list[Tensor]:
-        """Views of what `block` (from 0) consists of, in the same order."""
-        return [whole[:, block] for whole in self.wholes()]
-
 
 # Working memory of a compression, about: more blocks are compressed one part after the other.
 _COMPRESS_BYTES = 16 << 20
@@ -437,7 +433,7 @@ class KvStore:
             raise ValueError(f"there is no KV block {block}: there are {self.num_blocks}")
         if block < self.num_writable:
             return [group.writable[:, block] for group in self._groups]
-        return [part for quantized in self._quantized for part in quantized.parts(block - self.num_writable)]
+        return [whole[:, block - self.num_writable] for quantized in self._quantized for whole in quantized.wholes()]
 
     def check_pairs(self, pairs: NDArray[np.integer[Any]]) -> None:
         """Raises ValueError unless `pairs` [C, 2] are each of a writable and a quantized block, no quantized one

@@ -20,14 +20,12 @@ against damage, not against an enemy. Who could change bytes on the way is kept 
 """
 
 import contextlib
-import functools
 import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
@@ -208,19 +206,15 @@ MAX_UNPROVEN = 32
 ENDED, FAILED = 1, 2
 
 
-class Blocks(Protocol):
-    def save(self, block: int) -> bytes: ...
-
-
 class RankEndpoint:
     """Gives and takes the blocks of one rank. `obey` and `take` are called by the engine's thread."""
 
     def __init__(
-        self, blocks: Blocks, block_bytes: int, report: RankReport, rank: int, host: str, base_port: int
+        self, read: Callable[[int], bytes], block_bytes: int, report: RankReport, rank: int, host: str, base_port: int
     ) -> None:
-        """`block_bytes`: of every block that is received; `base_port`: rank r listens on that plus r; 0: the
-        system chooses."""
-        self._blocks = blocks
+        """`read` gives the bytes of a block; `block_bytes`: of every block that is received; `base_port`: rank r
+        listens on that plus r; 0: the system chooses."""
+        self._read = read
         self._block_bytes = block_bytes
         self._report = report
         self._rank = rank
@@ -285,11 +279,11 @@ class RankEndpoint:
             command.addresses[self._rank],
             command.key,
             len(command.blocks),
-            lambda index: self._blocks.save(command.blocks[index]),
+            lambda index: self._read(command.blocks[index]),
             lambda count: self._report.write("sent", command.batch, count),
             self._sending.is_set,
         )
-        _in_thread(functools.partial(self._run, sender, command))
+        _in_thread(self._run, sender, command)
 
     def _run(self, sender: BatchSender, command: Send) -> None:
         try:
@@ -304,8 +298,8 @@ class RankEndpoint:
         self._report.write("ended", command.batch, ENDED)
 
 
-def _in_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="handover", daemon=True).start()
+def _in_thread(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, name="handover", daemon=True).start()
 
 
 class _Listener:
@@ -336,7 +330,7 @@ class _Listener:
             if receiver is None or not self._unproven.acquire(blocking=False):
                 connection.close()
                 continue
-            _in_thread(functools.partial(self._talk, connection, receiver))
+            _in_thread(self._talk, connection, receiver)
 
     def _talk(self, connection: socket.socket, receiver: BatchReceiver) -> None:
         with connection, contextlib.suppress(OSError):

@@ -36,9 +36,6 @@ class Cpu(Platform):
         room = control_group_room(Path("/sys/fs/cgroup"))
         return min([sizes["MemAvailable"], *room]), sizes["MemTotal"]
 
-    def give_back(self, device: torch.device) -> None:
-        return
-
     def has_fast_bf16(self) -> bool:
         try:
             return multiplies_bf16(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
@@ -47,9 +44,6 @@ class Cpu(Platform):
 
     def carriers(self, device: torch.device) -> Callable[[], Carrier]:
         return HostCarrier
-
-    def free_buffers(self) -> None:
-        return
 
     def event(self) -> DeviceEvent:
         return CompletedEvent()

@@ -23,7 +23,7 @@ Of equal logits the smaller token comes first.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.collectives.base import Collectives
+from services.executor.collectives.base import Collectives, of_all_ranks
 from services.executor.core.prompt_results import PromptTokenScores
 from services.executor.core.sampling_state import Mask
 from services.executor.core.step_plan import Int32Array
@@ -241,13 +241,11 @@ def _near_largest(
     """The tokens whose logits are near each row's `largest`, and the weight of all."""
     start, alone = sum(widths[: collectives.rank]), collectives.world_size == 1
     own, totals = search.near(local, rows, wants, largest, start, alone=alone)
-    slots = torch.zeros((collectives.world_size, len(rows), 2), dtype=torch.float64)
-    slots[collectives.rank] = torch.from_numpy(np.stack((own.lengths, totals), axis=-1))
-    every = collectives.all_reduce(slots.to(local.device)).cpu()
+    mine = torch.from_numpy(np.stack((own.lengths, totals), axis=-1)).to(local.device)
+    every = of_all_ranks(mine, collectives).cpu()
     lengths = every[:, :, 0].numpy().astype(np.int64)
     found = gather_few(own, lengths, collectives, local.device)
-    table = found.table(rows, sum(widths))
-    return RowTable(table.rows, table.scores, table.ids, every[:, :, 1].sum(dim=0)[:, None])
+    return replace(found.table(rows, sum(widths)), totals=every[:, :, 1].sum(dim=0)[:, None])
 
 
 # --- on each rank --------------------------------------------------------------------------------
@@ -365,9 +363,7 @@ def exchange(own: Floats, collectives: Collectives, device: torch.device) -> Flo
     """`_summaries` of all ranks, float32 [ranks, R, 4]."""
     if collectives.world_size == 1:
         return own[None]
-    slots = torch.zeros((collectives.world_size, *own.shape), device=device)
-    slots[collectives.rank] = torch.from_numpy(own).to(device)
-    summaries: Floats = collectives.all_reduce(slots).cpu().numpy()
+    summaries: Floats = of_all_ranks(torch.from_numpy(own).to(device), collectives).cpu().numpy()
     return summaries
 
 

@@ -34,7 +34,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """Slots of one ring. `take` only what `SlotClaims.may_take` has allowed, or `free` says."""
+    """Slots of one ring. `take` only for whom `SlotClaims` (`features/adapters.py`) admits."""
 
     def __init__(self, slots: int) -> None:
         self.empty = True  # whether no sequence has had an adapter so far: then steps need none of this
@@ -119,36 +119,3 @@ class AdapterSlots:
     def _touch(self, slot: _Slot) -> None:
         self._count += 1
         slot.used = self._count
-
-
-class SlotClaims:
-    """Of one step: who waits is asked in order of urgency."""
-
-    def __init__(self, slots: AdapterSlots) -> None:
-        self._slots = slots
-        self._claimed: set[int] = set()
-        self._waiting: set[str] = set()
-
-    def may_take(self, digest: str) -> bool:
-        """Whether a sequence with this adapter (empty: none) may have a place now; if not, it has a claim, where a slot
-        was left to claim."""
-        if not digest:
-            return True
-        if digest in self._waiting:
-            return False
-        if self._slots.find(digest, self._claimed) != NO_SLOT:
-            return self._slots.holds(digest) or len(self._slots.pending) < LOADS_PER_STEP
-        self._waiting.add(digest)
-        claimed = self._slots.fewest(self._claimed)
-        if claimed != NO_SLOT:
-            self._claimed.add(claimed)
-        return False
-
-    def is_waiting(self, digest: str) -> bool:
-        """Whether `may_take` has found every slot in use."""
-        return digest in self._waiting
-
-    def withdraw(self, digest: str) -> None:
-        """A slot was made free for it."""
-        self._waiting.discard(digest)
-        self._claimed.clear()

@@ -97,7 +97,7 @@ class Scheduler:
         context = FeatureContext(spec, self._tables, self._planner.running, self._slots, self._directories)
         made = [feature.make(context) for feature in FEATURES]
         features = [feature for feature in made if feature is not None]
-        self._planner.add_features(features)
+        self._planner.features = features
         self._fields = [feature.fields for feature in features if feature.fields is not None]
         self._admission = Admission(spec, [feature.checks for feature in FEATURES])
         self._ended = admission.RecentlyEnded()
@@ -154,7 +154,9 @@ class Scheduler:
 
     def knows(self, request: GenerationRequest) -> bool:
         """Whether `add` would ignore it: this attempt, or a later one, was taken on before."""
-        return request.attempt <= self._known_attempt(request.generation_id)
+        sequence = self._live.get(request.generation_id)
+        known = sequence.request.attempt if sequence else self._ended.attempt(request.generation_id)
+        return request.attempt <= known
 
     def release(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
         """The grammar of `request`, as it was added, has been compiled, or cannot be. Ignored where nobody waits
@@ -535,11 +537,6 @@ class Scheduler:
                 self._end(sequence, sequence.ending_entry())
 
     # --- ends ------------------------------------------------------------------------------------
-
-    def _known_attempt(self, generation_id: str) -> int:
-        """The newest attempt that was taken on; -1 for an unknown generation."""
-        sequence = self._live.get(generation_id)
-        return sequence.request.attempt if sequence else self._ended.attempt(generation_id)
 
     def _replace(self, generation_id: str) -> None:
         sequence = self._live.pop(generation_id, None)

@@ -383,7 +383,7 @@ class Worker:
         if handover is not None:
             address = (spec.rank, settings.ring_host, settings.handover_port)
             size = storage.shape.bytes_per_spilled_block
-            runner.connect(RankEndpoint(storage.store, size, handover.rank(spec.rank), *address))
+            runner.connect(RankEndpoint(storage.store.save, size, handover.rank(spec.rank), *address))
         numerics = _numerics(settings, runner, storage.own_store.shape.numerics, facts.made_for)
         models = [model for model in (directory, where.draft) if model is not None]
         recovered = storage.recover(settings, models, numerics, collectives)

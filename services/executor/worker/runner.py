@@ -206,7 +206,7 @@ class ModelRunner:
         """Has steps load and use LoRA adapters of up to `max_rank`, in as many `slots`, where what computes can;
         `targets`: this rank's, `dtype`: the model's, `kept`: as `ExecutorSettings.adapter_dtype`. Raises
         `ModelLoadError` where what computes does not keep them so."""
-        holder: Any = self._decoder
+        holder: Any = getattr(self._decoder, "adapters", None)
         if self._decoder is None:
             holder = ModuleAdapters(self._model, targets, self._device)
         if isinstance(holder, RoundingHolder):

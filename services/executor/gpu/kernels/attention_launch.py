@@ -11,21 +11,8 @@ import triton
 from torch import Tensor
 
 from services.executor.gpu.kernels import attention, blocks, codes
-from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, tile_shape
+from services.executor.gpu.kernels.tiles import LEAST_KEYS, scratch_numbers, tile_shape
 from services.executor.kv_cache.codecs import SMALLEST_SCALE, Codec
-
-__all__ = [
-    "AttentionCall",
-    "AttentionLayer",
-    "Batch",
-    "ScoreOptions",
-    "attend",
-    "attend_calls",
-    "compress",
-    "compress_layer",
-    "rows_for",
-    "write",
-]
 
 NO_WINDOW = 1 << 30
 
@@ -211,9 +198,7 @@ def _refuse_too_many(layer: AttentionLayer) -> None:
 
 def code_of(layer: AttentionLayer) -> int:
     """How kernels know what its blocks are kept as: CODE; 0: all of them are writable."""
-    if not len(layer.codes):
-        return 0
-    return _codes_of(layer.codec)
+    return _codes_of(layer.codec) if len(layer.codes) else 0
 
 
 def _codes_of(codec: Codec | None) -> int:

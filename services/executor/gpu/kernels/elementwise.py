@@ -174,32 +174,24 @@ class Rotation(NamedTuple):
 
 def norm(x: Tensor, weight: Tensor, how: Norms) -> Tensor:
     """RMS norm of `x` [T, width], contiguous; `weight` float32 [width]."""
-    return _norm(x, None, None, weight, 1.0, how)
+    return add_norm(x, None, weight, how)
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, how: Norms, after: Tensor | None = None, scale: float = 1.0
+    x: Tensor, residual: Tensor | None, weight: Tensor, how: Norms, after: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Adds `x` [T, width] to `residual` in place, and returns the norm of the sum by `weight` float32 [width].
+    """Adds `x` [T, width] to `residual` in place, and returns the norm of the sum by `weight` float32 [width]; without
+    `residual` that of `x`.
 
     What is added is normed by `after` float32 [width] where there is one, and then multiplied by `scale`.
     """
-    return _norm(x, residual, after, weight, scale, how)
-
-
-def norm_warps(block: int) -> int:
-    """Of the program that holds a row of `block` values."""
-    return min(max(block // _WARP_VALUES, 1), 32)
-
-
-def _norm(x: Tensor, residual: Tensor | None, after: Tensor | None, weight: Tensor, scale: float, how: Norms) -> Tensor:
     rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     add_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight if after is None else after, weight, out, scale, how.eps, width,
         BLOCK=block, ADD=residual is not None, AFTER=after is not None, SCALED=scale != 1.0, OFFSET=how.offset,
-        num_warps=norm_warps(block),
+        num_warps=min(max(block // _WARP_VALUES, 1), 32),
     )  # fmt: skip
     return out
 

@@ -34,6 +34,7 @@ from services.executor.gpu.kernels.matmul import (
     add_splits,
     bits_of,
     code_of,
+    room_for_splits,
     sums_of_rows,
 )
 
@@ -137,8 +138,8 @@ def sort_kernel(
 
 
 @triton.jit
-def _pairs_of(order, tiles, tile, bound, BLOCK_T: tl.constexpr):
-    """(expert, its pairs [BLOCK_T], which of them are there [BLOCK_T], how many)"""
+def members_of(order, tiles, tile, bound, BLOCK_T: tl.constexpr):
+    """(expert, its pairs [BLOCK_T], which of them are there [BLOCK_T], how many) of a tile of `sort_kernel`"""
     expert = tl.load(tiles + tile)
     count = tl.load(tiles + 2 * bound + tile)
     place = tl.arange(0, BLOCK_T)
@@ -157,7 +158,7 @@ def expert_rows_kernel(
     outputs, inputs] and `scales` [experts * outputs] as of `few_rows_kernel`, and so are `parts` and `arrivals`, of
     pairs for rows; `out` [pairs, outputs]."""
     group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    expert, pair, there, count = _pairs_of(order, tiles, group, bound, BLOCK_T)
+    expert, pair, there, count = members_of(order, tiles, group, bound, BLOCK_T)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), splits) * BLOCK_K
     begin = split * share
@@ -185,7 +186,7 @@ def expert_groups_kernel(
     """`expert_rows_kernel`, with weights that have scales for groups, of whole tiles for each expert; all else as of
     `few_rows_grouped_kernel`."""
     group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    expert, pair, there, count = _pairs_of(order, tiles, group, bound, BLOCK_T)
+    expert, pair, there, count = members_of(order, tiles, group, bound, BLOCK_T)
     share = tl.cdiv(blocks, splits)
     begin = split * share
     end = tl.where(count > 0, tl.minimum(begin + share, blocks), begin)
@@ -303,7 +304,8 @@ def multiply_stacked(
     """[T * K, outputs] of `x` [T or T * K, in] and `weight` [experts * outputs, in], plain or codes with `scales` float32
     [experts * outputs]. `arrivals`: no two products with them may run at the same time."""
     pairs, inputs = routed.order.numel(), weight.shape[1]
-    out, parts = _room(x, routed, outputs, splits)
+    out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+    parts = room_for_splits(out, splits)
     code, values = (PLAIN, weight) if scales is None else (code_of(weight), bits_of(weight))
     grid = (routed.tiles.shape[1], triton.cdiv(outputs, BLOCK_N), splits)
     expert_rows_kernel[grid](
@@ -318,7 +320,8 @@ def multiply_stacked(
 def multiply_stacked_groups(x: Tensor, weight: PackedRows, routed: Routed, arrivals: Tensor, splits: int) -> Tensor:
     """The same by a `PackedRows.stacked` weight; `x` in the order of its columns."""
     pairs = routed.order.numel()
-    out, parts = _room(x, routed, weight.outputs, splits)
+    out = torch.empty((pairs, weight.outputs), dtype=x.dtype, device=x.device)
+    parts = room_for_splits(out, splits)
     grid = (routed.tiles.shape[1], triton.cdiv(weight.outputs, BLOCK_N), splits)
     expert_groups_kernel[grid](
         x, *tensors_of(weight), out, parts, arrivals, routed.order, routed.tiles, pairs, grid[0], weight.outputs,
@@ -328,15 +331,6 @@ def multiply_stacked_groups(x: Tensor, weight: PackedRows, routed: Routed, arriv
         EVEN=weight.columns % (PARTS * weight.lanes) == 0, WIDE=x.device.type == "cpu",
     )  # fmt: skip
     return out
-
-
-def _room(x: Tensor, routed: Routed, outputs: int, splits: int) -> tuple[Tensor, Tensor]:
-    """(what a product makes, what its splits make)"""
-    pairs = routed.order.numel()
-    out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
-    if splits == 1:
-        return out, out
-    return out, torch.empty((splits, pairs, outputs), dtype=torch.float32, device=x.device)
 
 
 def combine(

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.executor.gpu.kernels.matmul import BLOCK_N, MatmulTiles, add_splits
+from services.executor.gpu.kernels.matmul import BLOCK_N, MatmulTiles, add_splits, room_for_splits
 
 PARTS = 8
 STAGES = 3  # blocks on their way: 4 to 16 KB of weights each
@@ -333,10 +333,7 @@ def multiply_grouped(
 ) -> None:
     """Fills `out` [T, outputs], contiguous, from `x` [T, columns], T up to `MOST_ROWS` and at least one, times `weight`, plus
     `bias`. `arrivals` as of `multiply_few`."""
-    rows = len(x)
-    parts = out
-    if cut.splits > 1:
-        parts = torch.empty((cut.splits, rows, weight.outputs), dtype=torch.float32, device=x.device)
+    rows, parts = len(x), room_for_splits(out, cut.splits)
     few_rows_grouped_kernel[(triton.cdiv(rows, cut.block_t), cut.tiles, cut.splits)](
         x, *tensors_of(weight), out if bias is None else bias, out, parts, arrivals,
         rows, weight.outputs, weight.columns, weight.blocks, weight.run, weight.super_run, x.stride(0), cut.splits,

@@ -11,7 +11,6 @@ conversion, of which a processor makes an eighth as many. Splits of the inputs a
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +24,7 @@ from services.executor.gpu.kernels.grouped import (
     tensors_of,
     words_of,
 )
-from services.executor.gpu.kernels.matmul import BLOCK_N, add_splits
+from services.executor.gpu.kernels.matmul import BLOCK_N, add_splits, room_for_splits
 
 
 class RowTiles(NamedTuple):
@@ -168,9 +167,8 @@ def multiply_row_grouped(
     `multiply_few`."""
     tiles = tiles_of(weight)
     splits = splits_of(weight.outputs, weight.blocks, processors, tiles)
-    parts = torch.empty((splits, 1, weight.outputs), dtype=torch.float32, device=x.device) if splits > 1 else out
     one_row_grouped_kernel[(triton.cdiv(weight.outputs, tiles.rows), splits)](
-        x, *tensors_of(weight), out if bias is None else bias, out, parts, arrivals,
+        x, *tensors_of(weight), out if bias is None else bias, out, room_for_splits(out, splits), arrivals,
         1, weight.outputs, weight.columns, weight.blocks, weight.run, weight.super_run, splits,
         ROWS=tiles.rows, TILE=BLOCK_N, LANES=weight.lanes, STAGES=tiles.stages, SPLIT=splits > 1, **constants_of(weight),
         EVEN=weight.columns % (PARTS * weight.lanes) == 0, BIAS=bias is not None, num_warps=tiles.warps,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.executor.gpu.kernels import experts
+from services.executor.gpu.kernels.experts import members_of
 
 TILE = 16  # rows of a tile, the least of a matrix product
 BLOCK_K = 64  # inputs of a turn
@@ -37,17 +38,6 @@ class LowRankRows(NamedTuple):
     each: int = 1  # pairs of each row of what is multiplied first
 
 
-@triton.jit
-def _rows_of(order, tiles, tile, bound, BLOCK_T: tl.constexpr):
-    """(slot, expert, its rows [BLOCK_T], which of them are there, how many)"""
-    slot = tl.load(tiles + tile)
-    count = tl.load(tiles + 2 * bound + tile)
-    place = tl.arange(0, BLOCK_T)
-    there = place < count
-    row = tl.load(order + tl.load(tiles + bound + tile) + place, mask=there, other=0)
-    return slot, tl.load(tiles + 3 * bound + tile), row, there, count
-
-
 @triton.jit(do_not_specialize=["rows", "bound", "slots"])
 def shrink_kernel(
     x, table, ranks, low, order, tiles, rows, bound, slots, inputs, x_stride, most,
@@ -60,7 +50,8 @@ def shrink_kernel(
     tile, split = tl.program_id(0), tl.program_id(2)
     blocks = tl.cdiv(most, BLOCK_R)
     part, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
-    slot, expert, row, there, count = _rows_of(order, tiles, tile, bound, BLOCK_T)
+    slot, row, there, count = members_of(order, tiles, tile, bound, BLOCK_T)
+    expert = tl.load(tiles + 3 * bound + tile)
     place = part * slots + slot
     rank = tl.multiple_of(tl.where(count > 0, tl.load(ranks + place), 0), 16)
     if block * BLOCK_R < rank:
@@ -94,7 +85,8 @@ def expand_kernel(
     first = tl.load(starts + part)
     outputs = tl.load(starts + part + 1) - first
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot, expert, row, there, count = _rows_of(order, tiles, tile, bound, BLOCK_T)
+    slot, row, there, count = members_of(order, tiles, tile, bound, BLOCK_T)
+    expert = tl.load(tiles + 3 * bound + tile)
     place = part * slots + slot
     rank = tl.multiple_of(tl.where(count > 0, tl.load(ranks + place), 0), 16)
     if (rank > 0) & (tl.program_id(1) * BLOCK_N < outputs):

@@ -233,17 +233,8 @@ def multiply_few(
     if rows == 1:
         return multiply_one(x, codes, scales, bias)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    shared = {"CODE": code_of(codes), "BIAS": bias is not None, "WIDE": x.device.type == "cpu"}
-    addend = scales if bias is None else bias
     if rows:
-        cut = tiles_of(rows, outputs, inputs, processors)
-        parts = out
-        if cut.splits > 1:
-            parts = torch.empty((cut.splits, rows, outputs), dtype=torch.float32, device=x.device)
-        few_rows_kernel[(cut.groups, cut.tiles, cut.splits)](
-            x, bits_of(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
-            BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT=cut.splits > 1, num_stages=STAGES, **shared,
-        )  # fmt: skip
+        _multiply(x, codes, scales, bias, arrivals, tiles_of(rows, outputs, inputs, processors), out)
     return out
 
 
@@ -257,20 +248,36 @@ def multiply_alike(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tenso
     x = x if x.stride(1) == 1 else x.contiguous()
     outputs, inputs = weight.shape
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    code, values = (PLAIN, weight) if scales is None else (code_of(weight), bits_of(weight))
     cut = tiles_of(BATCH_INVARIANT_ROWS, outputs, inputs, BATCH_INVARIANT_PROCESSORS)
     for first in range(0, len(x), MOST_ROWS):
-        part, into = x[first : first + MOST_ROWS], out[first : first + MOST_ROWS]
-        rows, parts = len(part), out
-        if cut.splits > 1:
-            parts = torch.empty((cut.splits, rows, outputs), dtype=torch.float32, device=x.device)
-        few_rows_kernel[(triton.cdiv(rows, cut.block_t), cut.tiles, cut.splits)](
-            part, values, out if scales is None else scales, out if bias is None else bias, into, parts, arrivals,
-            rows, outputs, inputs, part.stride(0), cut.splits,
-            BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K // values.element_size(), SPLIT=cut.splits > 1,
-            num_stages=STAGES, CODE=code, BIAS=bias is not None, WIDE=x.device.type == "cpu",
-        )  # fmt: skip
+        end = first + MOST_ROWS
+        _multiply(x[first:end], weight, scales, bias, arrivals, cut, out[first:end])
     return out
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor,
+    cut: MatmulTiles,
+    out: Tensor,
+) -> None:
+    """Fills `out` [T, out] from `x` [T, in], T at most `MOST_ROWS`; without `scales` by `weight` in `x`'s dtype."""
+    (rows, inputs), outputs = x.shape, len(weight)
+    code, values = (PLAIN, weight) if scales is None else (code_of(weight), bits_of(weight))
+    few_rows_kernel[(triton.cdiv(rows, cut.block_t), cut.tiles, cut.splits)](
+        x, values, out if scales is None else scales, out if bias is None else bias, out, room_for_splits(out, cut.splits),
+        arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
+        BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K // values.element_size(), SPLIT=cut.splits > 1,
+        num_stages=STAGES, CODE=code, BIAS=bias is not None, WIDE=x.device.type == "cpu",
+    )  # fmt: skip
+
+
+def room_for_splits(out: Tensor, splits: int) -> Tensor:
+    """float32 [splits, *out.shape]: what the splits of a product make; of a single one `out`, which is not read."""
+    return torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device) if splits > 1 else out
 
 
 def multiply_one(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:

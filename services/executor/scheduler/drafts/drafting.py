@@ -19,13 +19,8 @@ from msgspec import structs
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.drafts.proposer import (
-    DraftingContext,
-    EngineCounts,
-    EngineProposer,
-    ProposerMaker,
-    Result,
-)
+from services.executor.scheduler.drafts.engine_drafts import EngineCounts, EngineDrafts
+from services.executor.scheduler.drafts.proposer import DraftingContext, ProposerMaker, Result
 from services.executor.scheduler.drafts.speculation import Offer, Speculation
 from services.executor.scheduler.sequence import Ending, Sequence
 from services.executor.scheduler.steps import ScheduledTokens, Step
@@ -58,7 +53,7 @@ class Drafter:
         made = [make(context) for make in makers] if settings.max_drafts else []
         self._proposers = [proposer for proposer in made if proposer is not None]
         # Of them, the one whose proposals the engine computes; None: there is none.
-        self.engine = next((one for one in self._proposers if isinstance(one, EngineProposer)), None)
+        self.engine = next((one for one in self._proposers if isinstance(one, EngineDrafts)), None)
         self.drafted = 0  # drafts that were computed
         self.accepted = 0  # drafts that were put out
         self._gain = 1.0  # drafts put out per decode, lately, in steps that could have some
@@ -91,7 +86,8 @@ class Drafter:
         for at, drafts in zip(places, proposed, strict=True):
             if drafts:
                 sequence = batch[at].sequence
-                count = tables.ensure_draft_slots(sequence, self._checkable(sequence, drafts), running)
+                count = len(drafts) if self.engine is None else self.engine.checkable(sequence, drafts)
+                count = tables.ensure_draft_slots(sequence, count, running)
                 batch[at] = batch[at]._replace(drafts=tuple(drafts[:count]))
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
@@ -110,9 +106,6 @@ class Drafter:
     def _may_pay(self, decodes: int) -> bool:
         """Whether any drafts could pay in a step of so many decodes."""
         return self._speculation.worth_looking(decodes)
-
-    def _checkable(self, sequence: Sequence, drafts: Seq[int]) -> int:
-        return len(drafts) if self.engine is None else self.engine.checkable(sequence, drafts)
 
     def is_sure(self, sequence: Sequence) -> bool:
         """Whether some proposer needs no other beside it for the next step of a sequence."""
@@ -136,7 +129,7 @@ class Drafter:
         if not prompts:
             rows = len(step.rows)
             if step.followed and self.engine is not None:
-                seconds = self.engine.without_following(seconds, rows)
+                seconds = self.engine.policy.without_following(seconds, rows)
             self._speculation.cost.observe(rows, seconds)
         up_to_date = [c.sequence for c in step.batch if c.sequence.is_followed] if step.followed else []
         for chunk in prompts:

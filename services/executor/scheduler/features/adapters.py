@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import to_bytes
-from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, SlotClaims
+from services.executor.scheduler.adapter_slots import LOADS_PER_STEP, NO_SLOT, AdapterSlots
 from services.executor.scheduler.admission import RequestChecks
 from services.executor.scheduler.features.base import Feature, FeatureContext, PlannedStep, StepFeature
 from services.executor.scheduler.sequence import Sequence
@@ -29,19 +30,31 @@ def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | Non
     return None
 
 
-class _SlotClaims:
+class SlotClaims:
     """`PlaceClaims`: a sequence needs its adapter's slot."""
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
-        self._claims = SlotClaims(slots)
+        self._claimed: set[int] = set()
+        self._waiting: set[str] = set()  # adapters that have found every slot in use
 
     def admits(self, sequence: Sequence) -> bool:
-        return self._claims.may_take(sequence.request.adapter)
+        digest = sequence.request.adapter
+        if not digest:
+            return True
+        if digest in self._waiting:
+            return False
+        if self._slots.find(digest, self._claimed) != NO_SLOT:
+            return self._slots.holds(digest) or len(self._slots.pending) < LOADS_PER_STEP
+        self._waiting.add(digest)
+        claimed = self._slots.fewest(self._claimed)
+        if claimed != NO_SLOT:
+            self._claimed.add(claimed)
+        return False
 
     def lenders(self, sequence: Sequence, batch: Seq[Sequence]) -> list[Sequence]:
         """The sequences of a slot that only the batch lane uses, of the one with the fewest."""
-        if not self._claims.is_waiting(sequence.request.adapter):
+        if sequence.request.adapter not in self._waiting:
             return []
         lent: dict[int, list[Sequence]] = {}
         for one in batch:
@@ -51,16 +64,14 @@ class _SlotClaims:
         return min(whole, key=len, default=[])
 
     def withdraw(self, sequence: Sequence) -> None:
-        self._claims.withdraw(sequence.request.adapter)
+        self._waiting.discard(sequence.request.adapter)
+        self._claimed.clear()
 
 
 class _Adapters:
     def __init__(self, slots: AdapterSlots, directories: Mapping[str, str]) -> None:
         self._slots = slots
         self._directories = directories
-
-    def claims(self) -> _SlotClaims:
-        return _SlotClaims(self._slots)
 
     def admitted(self, sequence: Sequence) -> None:
         if sequence.request.adapter:
@@ -90,7 +101,9 @@ def _make(context: FeatureContext) -> StepFeature | None:
     if context.spec.max_adapters <= 0:
         return None
     held = _Adapters(context.slots, context.directories)
-    return StepFeature(held.fields, claims=held.claims, admitted=held.admitted, left=held.left, check=held.check)
+    return StepFeature(
+        held.fields, claims=partial(SlotClaims, context.slots), admitted=held.admitted, left=held.left, check=held.check
+    )
 
 
 ADAPTERS = Feature(_make, RequestChecks(check=_check))

@@ -20,7 +20,7 @@ request's deadline (`Scheduler.expire`).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
@@ -39,8 +39,8 @@ _BATCH = (LANES.index("batch"),)  # comes before the urgency of any batch reques
 
 
 class _Step:
-    def __init__(self, budget: int, hooks: "_FeatureHooks") -> None:
-        self._hooks = hooks
+    def __init__(self, budget: int, features: Collection[StepFeature]) -> None:
+        self._features = features
         self._claims: list[PlaceClaims] | None = None
         self._budgets: list[StepBudget] | None = None
         # How many of those that wait, from the first on, cannot have a place now, as a feature says.
@@ -68,7 +68,7 @@ class _Step:
     def most(self, sequence: Sequence, length: int) -> int:
         """How many of the next `length` tokens of a sequence that is `budgeted` it may compute."""
         if self._budgets is None:
-            self._budgets = [make() for make in self._hooks.budgets]
+            self._budgets = [one.budget() for one in self._features if one.budget]
         for budget in self._budgets:
             length = budget.most(sequence, length)
         return length
@@ -76,7 +76,7 @@ class _Step:
     def refuse(self, sequence: Sequence) -> list[PlaceClaims]:
         """What keeps a sequence that waits from a place."""
         if self._claims is None:
-            self._claims = [make() for make in self._hooks.claims]
+            self._claims = [one.claims() for one in self._features if one.claims]
         return [claims for claims in self._claims if not claims.admits(sequence)]
 
     def has(self, sequence: Sequence) -> bool:
@@ -94,18 +94,6 @@ class _Step:
         return not (False in self.preempted or (sequence.is_batch and self.preempted))
 
 
-class _FeatureHooks:
-    """What features do in planning, each kind in a list of its own."""
-
-    def __init__(self, features: Iterable[StepFeature] = ()) -> None:
-        brought = list(features)
-        self.claims: list[Callable[[], PlaceClaims]] = [one.claims for one in brought if one.claims]
-        self.budgets: list[Callable[[], StepBudget]] = [one.budget for one in brought if one.budget]
-        self.admitted: list[Callable[[Sequence], None]] = [one.admitted for one in brought if one.admitted]
-        self.left: list[Callable[[Sequence], None]] = [one.left for one in brought if one.left]
-        self.checks: list[Callable[[Collection[Sequence]], None]] = [one.check for one in brought if one.check]
-
-
 class StepPlanner:
     """Owns the two queues of a ring, both in order of urgency, and fills steps from them."""
 
@@ -113,7 +101,7 @@ class StepPlanner:
         self._spec = spec
         self._settings = settings
         self._tables = tables
-        self._hooks = _FeatureHooks()
+        self.features: Collection[StepFeature] = ()  # set before the first step
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         # Of those that run: the chunk that each of their decodes is.
@@ -134,13 +122,9 @@ class StepPlanner:
         self._turn = 0
         self._was_alone = False
 
-    def add_features(self, features: Iterable[StepFeature]) -> None:
-        """Before the first step."""
-        self._hooks = _FeatureHooks(features)
-
     def plan(self) -> list[ScheduledTokens]:
         """The next step's chunks. Their tables cover what they compute."""
-        step = _Step(self._settings.max_batch_tokens, self._hooks)
+        step = _Step(self._settings.max_batch_tokens, self.features)
         for step.only in self._turns() if self.isolates else (None,):
             for batch_lane in (False, True):
                 self._add_decodes(step, batch_lane)
@@ -155,23 +139,23 @@ class StepPlanner:
             )
             self._planned += 1
             if step.chunks:
-                self._took(step.only)
+                self._was_alone = step.only is not None
+                if step.only is not None:
+                    self._takes_turn(step.only)
                 break
         return step.chunks
 
     def _turns(self) -> list[Sequence | None]:
         """For whom the next step may be, the first that can be computed: those that are computed alone take turns
         with each other, and all of them with the others (None)."""
-        head = self._first(_Step(0, self._hooks))
+        head = self._first(_Step(0, self.features))
         alone = sorted((s for s in (*self.running, head) if s and s.alone), key=attrgetter("turn"))
         self.isolates = bool(alone) or any(s.alone for s in self.waiting)
         return [None, *alone] if self._was_alone else [*alone, None]
 
-    def _took(self, only: Sequence | None) -> None:
-        self._was_alone = only is not None
-        if only is not None:
-            self._turn += 1
-            only.turn = self._turn
+    def _takes_turn(self, sequence: Sequence) -> None:
+        self._turn += 1
+        sequence.turn = self._turn
 
     def took(self, batch: Collection[ScheduledTokens], seconds: float) -> None:
         """A step of `batch`, whose sequences have not moved on yet, took `seconds`; 0: nobody knows."""
@@ -190,7 +174,7 @@ class StepPlanner:
     def could_admit(self) -> bool:
         """Whether the first that waits, of those that no feature keeps from it, would get a place now, were a step
         planned."""
-        head = self._first(_Step(0, self._hooks))
+        head = self._first(_Step(0, self.features))
         if head is None:
             return False
         lent = [] if head.is_batch else self._running_in(batch_lane=True)
@@ -221,8 +205,9 @@ class StepPlanner:
         self._decodes.pop(sequence, None)
         self.rows.pop(sequence, None)
         self._long -= sequence.is_long
-        for left in self._hooks.left:
-            left(sequence)
+        for feature in self.features:
+            if feature.left is not None:
+                feature.left(sequence)
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
@@ -232,8 +217,9 @@ class StepPlanner:
         assert self._long == sum(s.is_long for s in self.running), "long prompts are counted wrongly"
         known = self._decodes.keys() | self.rows.keys()
         assert known <= set(self.running), "what was made for a sequence is kept behind its end"
-        for check in self._hooks.checks:
-            check(self.running)
+        for feature in self.features:
+            if feature.check is not None:
+                feature.check(self.running)
 
     def _running_in(self, batch_lane: bool) -> list[Sequence]:
         """Those of the batch lane, or all others."""
@@ -298,8 +284,7 @@ class StepPlanner:
         decodes = sum(s.remaining == 1 for s in self.running)
         step.allowed = pace.tokens(decodes, turn.num_computed, turn.remaining)
         if step.allowed:
-            self._turn += 1
-            turn.turn = self._turn
+            self._takes_turn(turn)
 
     def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
         """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
@@ -337,8 +322,8 @@ class StepPlanner:
         """
         if sequence.begins_later and not self._tables.restore(sequence):
             return 0
-        if self._sits_out(step, sequence):
-            return 0
+        if step.paced and sequence.is_long and not (sequence is step.turn and step.allowed):
+            return 0  # the step has no time for it
         self._tables.share_more(sequence)
         if self._tables.is_being_computed(sequence, step.before):
             return 0
@@ -354,10 +339,6 @@ class StepPlanner:
                 return 0  # those in the step advance, and will end or give up their blocks
             self._preempt_for(step, victim)
         return end - sequence.num_computed
-
-    def _sits_out(self, step: _Step, sequence: Sequence) -> bool:
-        """Whether its prompt is a long one and the step has no time for it."""
-        return step.paced and sequence.is_long and not (sequence is step.turn and step.allowed)
 
     def _end_within(self, step: _Step, sequence: Sequence) -> int:
         """How far of a prompt the step may compute: its tokens before that position."""
@@ -413,22 +394,19 @@ class StepPlanner:
         if found is None:
             return False
         self._tables.admit(sequence, found)
-        for admitted in self._hooks.admitted:
-            admitted(sequence)
+        for feature in self.features:
+            if feature.admitted is not None:
+                feature.admitted(sequence)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=URGENCY)
         sequence.state = SequenceState.RUNNING
-        sequence.is_long = self._is_long(sequence)
+        # Whether its prompt needs more than one step, and may be cut.
+        sequence.is_long = sequence.remaining > self._settings.max_batch_tokens and not self._spec.whole_prompts
         self._long += sequence.is_long
         if sequence.is_long and not sequence.alone:
-            self._turn += 1
-            sequence.turn = self._turn
+            self._takes_turn(sequence)
         self.admitted.append(sequence)
         return True
-
-    def _is_long(self, sequence: Sequence) -> bool:
-        """Whether its prompt needs more than one step, and may be cut."""
-        return sequence.remaining > self._settings.max_batch_tokens and not self._spec.whole_prompts
 
     def _place(self, sequence: Sequence) -> PrefixMatch | None:
         """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""

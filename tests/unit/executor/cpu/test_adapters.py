@@ -200,7 +200,7 @@ def test_codes_of_8_bits_add_little_to_what_bf16_rounds(tmp_path: Path, model_ty
     for kept in kinds:
         runner.serve_adapters(whole, torch.bfloat16, 8, 256, kept)
         for slot, adapter in adapters.items():
-            decoder_of(runner).load(slot, adapter)
+            decoder_of(runner).adapters.load(slot, adapter)
         found[kept] = run(runner)
         bytes_of[kept] = decoder_of(runner).adapters.bytes_of(0)
     exact, rounded = (errors(found[kept], expected).mean() for kept in kinds)
@@ -230,7 +230,7 @@ def on_ring(
         own = own_targets(directory, world_size, rank)
         decoder_of(runner).adapters.keep_as(kept)
         for slot, adapter in adapters.items():
-            decoder_of(runner).load(slot, cut(adapter, own))
+            decoder_of(runner).adapters.load(slot, cut(adapter, own))
         return run(runner), run(runner, dict.fromkeys(SLOTS, -1))
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -267,8 +267,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
     runner = runner_of(directory, native=True, weights=weights)
     decoder = decoder_of(runner)
     decoder.adapters.keep_as(kept)
-    decoder.load(0, adapters[0])
-    decoder.load(5, adapters[1])
+    decoder.adapters.load(0, adapters[0])
+    decoder.adapters.load(5, adapters[1])
     together = run(runner)
     assert same(together, fresh, {1})
     assert not same(together, fresh, {0})
@@ -276,19 +276,19 @@ def test_a_row_has_the_bits_that_it_has_alone(
     for alone in SLOTS:
         steps = [{alone: tokens[alone]} for tokens in STEPS if alone in tokens]
         assert same(run(runner, steps=steps), together, {alone})
-    decoder.load(0, adapters[2])
+    decoder.adapters.load(0, adapters[2])
     replaced = run(runner)
     assert same(replaced, together, {1, 2})
     assert not same(replaced, together, {0})
     assert not same(replaced, together, {3})
-    decoder.load(0, adapters[0])
+    decoder.adapters.load(0, adapters[0])
     assert same(run(runner), together, {0, 1, 2, 3})
     assert decoder.adapters.bytes_of(0) > decoder.adapters.bytes_of(5) > decoder.adapters.bytes_of(1) == 0
-    decoder.drop(0)
+    decoder.adapters.drop(0)
     dropped = run(runner)
     assert same(dropped, fresh, {0, 1, 3})
     assert same(dropped, together, {2})
-    decoder.drop(5)
+    decoder.adapters.drop(5)
     assert same(run(runner), fresh, {0, 1, 2, 3})
 
 
@@ -303,7 +303,7 @@ def test_some_modules_and_some_layers_alone(tmp_path: Path) -> None:
     assert len(some) > 1
     expected, plain = expected_of(directory, {0: some})
     runner = runner_of(directory, native=True)
-    decoder_of(runner).load(0, some)
+    decoder_of(runner).adapters.load(0, some)
     ours = errors(run(runner), expected)
     assert ours.mean() < 1.2 * errors(run(runner, dict.fromkeys(SLOTS, -1)), plain).mean()
     assert errors(run(runner), plain).mean() > ours.mean()
@@ -314,10 +314,10 @@ def test_what_the_kernels_cannot_adapt_and_slots_that_never_were_are_refused(tmp
     runner = runner_of(directory, native=True)
     decoder, whole = decoder_of(runner), whole_targets(load_config(directory))
     adapter = drawn(whole, 4, 1)
-    decoder.load(0, adapter)
+    decoder.adapters.load(0, adapter)
     before = run(runner, dict.fromkeys(SLOTS, 0))
     with pytest.raises(ModelLoadError, match=r"changes model\.layers\.7\.mlp, which the native CPU kernels"):
-        decoder.load(0, {**adapter, "model.layers.7.mlp": next(iter(adapter.values()))})
+        decoder.adapters.load(0, {**adapter, "model.layers.7.mlp": next(iter(adapter.values()))})
     assert same(run(runner, dict.fromkeys(SLOTS, 0)), before, {0, 1, 2, 3})
     tokens = {0: 2, 1: 2}
     plan, _ = Script(LENGTHS).step(tokens)
@@ -341,5 +341,5 @@ def test_weights_of_a_file_take_adapters_without_the_model(tmp_path: Path) -> No
         found.close()
     again = native_runner(packed, [131], RunnerRequest(None, runner._store, layout, SingleRank(), CPU, 2), "cached")
     for one in (runner, again):
-        decoder_of(one).load(0, adapter)
+        decoder_of(one).adapters.load(0, adapter)
     assert same(run(again), run(runner), {0, 1, 2, 3})

@@ -19,7 +19,7 @@ VOCABULARY = 24
 class FakeLayers:
     """What `gpu.graphs` asks of a `GpuDecoder`, over a store of its own."""
 
-    states_width, dtype = 0, torch.float64
+    states_width, dtype, adapters = 0, torch.float64, None
 
     def __init__(self, num_blocks: int, block_size: int, group: int) -> None:
         random = torch.Generator().manual_seed(3)

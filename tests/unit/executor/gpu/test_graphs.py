@@ -19,10 +19,10 @@ from services.executor.gpu.graphs import GraphedDecoder, Rerun, StepGraphs, Work
 from services.executor.gpu.inputs import (
     MOST_ALIKE,
     MOST_READ_AGAIN,
-    InputLimits,
     Shape,
     Staging,
     arrays_of,
+    capacity_of,
     inputs_of,
     is_like_decodes,
     rung_for,
@@ -38,7 +38,7 @@ BLOCK = 4
 NUM_BLOCKS = 40
 GROUP = 2
 SHAPE = Shape(block_size=BLOCK, kv_heads=2, group=GROUP, processors=4, context_length=48)
-LIMITS = InputLimits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
+LIMITS = StepLimits(max_sequences=9, max_batch_tokens=24, context_length=12 * BLOCK, graph_memory=0)
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
@@ -61,10 +61,10 @@ class FailingFrom(Rerun):
 
 
 def make_graphs(layers: FakeLayers, capture: Rerun | None = None) -> tuple[StepGraphs, GraphedDecoder]:
-    staging = Staging(LIMITS.capacity(), CPU)
+    staging = Staging(capacity_of(LIMITS, BLOCK), CPU)
     before = torch.zeros(LIMITS.max_batch_tokens, dtype=torch.int64)
     graphs = StepGraphs(layers, SHAPE, LIMITS.max_sequences, staging, before, capture or Rerun())
-    return graphs, GraphedDecoder(layers, SHAPE, staging, before, CPU, graphs)
+    return graphs, GraphedDecoder(layers, SHAPE, staging, before, graphs)
 
 
 @dataclass
@@ -143,7 +143,7 @@ def test_replays_give_what_kernels_one_by_one_give(
         plan = sequences.step(decodes, prompts)
         if plan is None:
             continue
-        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        inputs = inputs_of(plan, SHAPE, CPU)
         taps = eager.taps(len(inputs.token_ids), reads or ())
         expected = eager.logits(eager.compute(inputs, taps=taps), inputs.sample_rows)
         found = decoder.launch(plan, ProgressCounter.unread())
@@ -178,7 +178,7 @@ def test_tokens_of_the_step_before_are_taken_where_they_lie(sizes: list[int], se
         known = np.where(ids < 0, before[np.maximum(-1 - ids, 0)], ids)
         unknown = StepPlan(**{**_fields(plan), "token_ids": to_bytes(ids)})
         plan = StepPlan(**{**_fields(plan), "token_ids": to_bytes(known)})
-        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        inputs = inputs_of(plan, SHAPE, CPU)
         expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
         assert torch.equal(decoder.launch(unknown, ProgressCounter.unread()).logits, expected)
 
@@ -219,7 +219,7 @@ def test_more_sequences_than_the_ladder_has_are_computed_all_the_same() -> None:
     plan = sequences.step(0, [1] * 12)
     assert plan is not None
     assert graphs.replay(plan) is None
-    inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+    inputs = inputs_of(plan, SHAPE, CPU)
     expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
     assert torch.equal(decoder.forward(plan, ProgressCounter.unread(), NO_POOLS)[0], expected)
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_captured_is_left_out_and_all_is_computed(failing: int, r
     assert graphs.rungs == rungs
     for plan in (sequences.step(0, [5, 2]), sequences.step(1, [])):
         assert plan is not None
-        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        inputs = inputs_of(plan, SHAPE, CPU)
         expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
         assert torch.equal(decoder.launch(plan, ProgressCounter.unread()).logits, expected)
 
@@ -269,7 +269,7 @@ def test_padded_rows_write_and_read_nothing() -> None:
     sequences.step(0, [6, 3])
     plan = sequences.step(2, [])
     assert plan is not None
-    step = padded(arrays_of(plan, BLOCK, GROUP), 4)
+    step = padded(arrays_of(plan, SHAPE), 4)
     assert step.token_ids[2:].tolist() == step.positions[2:].tolist() == step.context_lens[2:].tolist() == [0, 0]
     assert step.slots[2:].tolist() == [-1, -1]
     assert step.query_starts.tolist() == [0, 1, 2, 3, 4]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.inputs import ALIGN, InputLimits, Staging, places_of, to_device, total_of
+from services.executor.core.step_plan import StepLimits
+from services.executor.gpu.inputs import ALIGN, Staging, capacity_of, places_of, to_device, total_of
 from services.executor.platforms.base import sent
 from tests.pretend_gpu.streams import Host
 
@@ -85,14 +86,14 @@ def test_the_arrays_of_equal_lengths_lie_at_the_same_addresses() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 50))
 def test_the_limits_hold_the_largest_steps(sequences: int, tokens: int, blocks: int) -> None:
-    limits = InputLimits(sequences, tokens, blocks)
+    limits = StepLimits(sequences, tokens, blocks * 4, 0)
     per_tile = 1  # at worst
     most = max(tokens, sequences)
     for decodes in (0, sequences // 2, sequences):
         chunk_tokens = max(most - decodes, 0)
         lengths = [most] * 4 + [sequences, sequences + 1, sequences]
         lengths += [decodes] * 2 + [chunk_tokens // per_tile] * 2 + [sequences * blocks]
-        assert total_of(lengths) <= limits.capacity()
+        assert total_of(lengths) <= capacity_of(limits, 4)
 
 
 def test_what_does_not_fit_is_told() -> None:

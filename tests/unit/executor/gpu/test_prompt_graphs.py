@@ -16,7 +16,7 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, plan_alone, to_bytes
 from services.executor.gpu.decoder import AuxHiddenStates
 from services.executor.gpu.graphs import GraphedDecoder, StepGraphs
-from services.executor.gpu.inputs import Shape, Staging, StepInputs, inputs_of
+from services.executor.gpu.inputs import Shape, Staging, StepInputs, capacity_of, inputs_of
 from services.executor.gpu.kernels.tiles import PREFILL_ROWS
 from services.executor.gpu.prompt_graphs import (
     MORE_TILES,
@@ -50,12 +50,12 @@ WIDE = PromptShape(Shape(16, 8, 4, 132, 8192), 64, compresses=True)
 
 def with_prompts(layers: FakeLayers, capture: Rerun | None = None) -> tuple[PromptGraphs, GraphedDecoder]:
     """Captured."""
-    staging, before = Staging(LIMITS.capacity(), CPU), torch.zeros(LIMITS.max_batch_tokens, dtype=torch.int64)
+    staging, before = Staging(capacity_of(LIMITS, BLOCK), CPU), torch.zeros(LIMITS.max_batch_tokens, dtype=torch.int64)
     graphs = StepGraphs(layers, SHAPE, LIMITS.max_sequences, staging, before, capture or Rerun())
     prompts = PromptGraphs(layers, PROMPTS, LIMITS.max_batch_tokens, staging, lambda ids: resolve(ids, before))
     graphs.prompts = prompts
     graphs.capture()
-    return prompts, GraphedDecoder(layers, SHAPE, staging, before, CPU, graphs)
+    return prompts, GraphedDecoder(layers, SHAPE, staging, before, graphs)
 
 
 @given(
@@ -72,7 +72,7 @@ def test_replays_give_what_kernels_one_by_one_give(steps: list[tuple[int, list[i
     for decodes, chunks in steps:
         plan = sequences.step(decodes, chunks)
         assert plan is not None
-        inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+        inputs = inputs_of(plan, SHAPE, CPU)
         expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
         found = decoder.launch(plan, ProgressCounter.unread())
         assert torch.equal(found.logits, expected)
@@ -150,7 +150,7 @@ def test_what_cannot_be_captured_is_left_out_and_all_is_computed() -> None:
     assert prompts.rungs == [LIMITS.max_batch_tokens]
     plan = Sequences(np.random.default_rng(2)).step(0, [5, 12])
     assert plan is not None
-    inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
+    inputs = inputs_of(plan, SHAPE, CPU)
     expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
     assert torch.equal(decoder.launch(plan, ProgressCounter.unread()).logits, expected)
     decoder._graphs.close()  # type: ignore[union-attr]
@@ -204,7 +204,7 @@ def test_a_plan_of_one_chunk_is_replayed() -> None:
 
 def test_what_a_graph_reads_lies_where_steps_are_staged() -> None:
     """A graph keeps addresses, and nothing alive."""
-    layers, staging = Watched(), Staging(LIMITS.capacity(), CPU)
+    layers, staging = Watched(), Staging(capacity_of(LIMITS, BLOCK), CPU)
     shape = PROMPTS._replace(compresses=True)
     prompts = PromptGraphs(layers, shape, LIMITS.max_batch_tokens, staging, lambda ids: ids)
     work, _ = prompts.work(16)

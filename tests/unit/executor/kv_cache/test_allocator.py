@@ -266,11 +266,11 @@ def test_misuse_is_named() -> None:
 def test_a_pool_without_blocks_says_so() -> None:
     pool = BlockPool(0, 1, most_pinned=0)
     assert pool.take() == (0, False)
-    for take in (pool.take, pool.take_unpinned):
+    for unpinned in (False, True):
         with pytest.raises(IndexError, match="no unused block"):
-            take()
+            pool.take(unpinned=unpinned)
     assert not pool.pin_first(0), "none may be pinned"
-    assert pool.take_unpinned() == (0, True)
+    assert pool.take(unpinned=True) == (0, True)
 
 
 @pytest.mark.parametrize(

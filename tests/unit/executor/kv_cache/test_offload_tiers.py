@@ -57,8 +57,7 @@ def test_what_is_in_both_tiers_comes_from_host_memory() -> None:
     assert (tiers.find(key(0)), tiers.find(key(1)), tiers.find(key(2))) == (1, 0, None)
     assert tiers.on_disk(1)
     assert not tiers.on_disk(0)
-    tiers.lock(1)
-    assert tiers.is_locked(1)
+    tiers.of(1).lock(1)
     tiers.check({1: 1})
     with pytest.raises(AssertionError):
         tiers.check({})

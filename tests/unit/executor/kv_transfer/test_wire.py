@@ -220,13 +220,6 @@ def test_a_frame_that_is_no_block_of_the_batch_ends_the_connection(
 # --- the ranks -----------------------------------------------------------------------------------
 
 
-class Store:
-    """Block n holds `content(n)`."""
-
-    def save(self, block: int) -> bytes:
-        return content(block)
-
-
 def until(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
     for _ in range(2000):
@@ -242,7 +235,7 @@ class Pair:
     def __init__(self, directory: Path) -> None:
         self.boards = [HandoverBoard(directory / name, 1, create=True) for name in ("from", "to")]
         self.giver, self.taker = (
-            RankEndpoint(Store(), BYTES, board.rank(0), 0, "127.0.0.1", 0) for board in self.boards
+            RankEndpoint(content, BYTES, board.rank(0), 0, "127.0.0.1", 0) for board in self.boards
         )
 
     def receive(self, batch: int, count: int, key: bytes = KEY) -> tuple[str, int]:
@@ -315,7 +308,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     board = HandoverBoard(tmp_path / "board", 2, create=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] - 1
-        endpoint = RankEndpoint(Store(), BYTES, board.rank(1), 1, "127.0.0.1", port)
+        endpoint = RankEndpoint(content, BYTES, board.rank(1), 1, "127.0.0.1", port)
         endpoint.obey(encode_command(Receive(1, KEY, 1)))
     assert board.numbers("listening", 1) == [None, 0]
 

@@ -6,13 +6,8 @@ from collections.abc import Sequence as Seq
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.engine_drafts import AcceptanceStats, DraftPolicy, EngineDrafts, Proposal
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
-from services.executor.scheduler.drafts.proposers.engine_drafts import (
-    AcceptanceStats,
-    DraftPolicy,
-    EngineDrafts,
-    Proposal,
-)
 from services.executor.scheduler.drafts.speculation import StepCost
 from services.executor.scheduler.sequence import Sequence
 from tests.unit.executor.scheduler.fake_engine import VOCAB, next_token

@@ -15,8 +15,8 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
-from services.executor.scheduler.drafts.proposers.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
 from services.executor.scheduler.drafts.speculation import Offer, Speculation, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
 from shared.errors import InternalError

@@ -10,8 +10,7 @@ from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.drafts.proposer import ProposerMaker
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
-from services.executor.scheduler.drafts.proposers.draft_heads import draft_heads
-from services.executor.scheduler.drafts.proposers.draft_models import draft_models
+from services.executor.scheduler.drafts.proposers.draft_models import draft_heads, draft_models
 from services.executor.scheduler.drafts.proposers.ngrams import ngrams
 from tests.unit.executor.scheduler.drafts.fake_draft_model import FakeDraftModel
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed

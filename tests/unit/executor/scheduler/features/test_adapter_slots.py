@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.step_plan import as_int32
-from services.executor.scheduler.adapter_slots import LOADS_PER_STEP, NO_SLOT, AdapterSlots, SlotClaims
+from services.executor.scheduler.adapter_slots import LOADS_PER_STEP, NO_SLOT, AdapterSlots
+from services.executor.scheduler.features.adapters import SlotClaims
+from services.executor.scheduler.sequence import Sequence
 from shared.errors import InvalidRequest
 from shared.messages import GenerationRequest
 from tests.unit.executor.scheduler.fake_engine import undisturbed
-from tests.unit.executor.scheduler.stepped_ring import Ring, ask
+from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, ask
 
 
 def digest(number: int) -> str:
@@ -45,7 +47,8 @@ def test_everybody_gets_a_turn_and_no_slot_is_replaced_in_use(
             waiting.append([adapter, length, NO_SLOT])
         claims = SlotClaims(slots)
         for one in list(waiting):
-            if len(running) < places and claims.may_take(digest(one[0])):
+            sequence = Sequence(with_adapter("one", one[0]), step, BLOCK, b"")
+            if len(running) < places and claims.admits(sequence):
                 one[2] = slots.take(digest(one[0]))
                 waiting.remove(one)
                 running.append(one)

@@ -1,4 +1,4 @@
-"""What draft models and draft heads have in common, which the engine computes (docs/adr/0033).
+"""Draft models and draft heads, whose proposals the engine computes, in rounds (`Engine.draft`; docs/adr/0033).
 
 They are asked before the step is planned, for k tokens of each sequence that takes part:
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from services.executor.core.engine import DraftPlan, DraftToken
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.drafts.proposer import DraftingContext, EngineCounts, Result
+from services.executor.scheduler.drafts.proposer import DraftingContext, Proposer, Result
 from services.executor.scheduler.drafts.speculation import Offer, Rate, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens, build_draft_plan, in_draft_order
@@ -169,8 +169,18 @@ class DraftPolicy:
         return expected / seconds / (decodes / plain) if plain else 1.0
 
 
-class EngineDrafts:
-    """An `EngineProposer`: what it proposes, and how far it has come."""
+class EngineCounts:
+    """What the engine has drafted since the ring has started."""
+
+    def __init__(self) -> None:
+        self.drafted = 0  # of the drafts that were checked, those that it has proposed
+        self.accepted = 0  # of these, what was put out
+        self.passes = 0
+        self.seconds = 0.0  # of its rounds
+
+
+class EngineDrafts(Proposer):
+    """A `Proposer` whose proposals the engine computes: what it proposes, and how far it has come."""
 
     def __init__(self, name: str, context: DraftingContext) -> None:
         self.name = name
@@ -180,7 +190,7 @@ class EngineDrafts:
         self._limit = context.limit
         self.policy = DraftPolicy(context.settings.max_drafts, context.cost)
         self.counts = EngineCounts()
-        self.members: list[Sequence] = []
+        self.members: list[Sequence] = []  # of the round that is under way
         self._passes = 0
         # What the last round has given, until the step behind it is over.
         self.proposals: dict[Sequence, Proposal] = {}
@@ -191,6 +201,7 @@ class EngineDrafts:
 
     @property
     def used(self) -> bool:
+        """Whether it keeps up with what steps compute, and proposes: as long as it pays."""
         return self.policy.used
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int) -> list[Offer | None]:
@@ -208,15 +219,6 @@ class EngineDrafts:
             proposal = proposal._replace(drafted=proposal.drafted[:fitting])
         chances = self.policy.chances(proposal, least)[:limit]
         return Offer(proposal.tokens(len(chances)), chances, SUNK) if chances else None
-
-    def chosen(self, sequences: Collection[Sequence]) -> None:
-        """It knows by the drafts that are checked."""
-
-    def pass_over(self, sequences: Seq[Sequence]) -> None:
-        """It learns from its proposals all the same."""
-
-    def is_sure(self, sequence: Sequence) -> bool:
-        return False
 
     def must_look(self, sequences: Seq[Sequence]) -> bool:
         return self.used and any(self._keeps_up(sequence, len(sequences)) for sequence in sequences)
@@ -244,6 +246,8 @@ class EngineDrafts:
     def begin_round(
         self, running: Collection[Sequence], tables: BlockTables, is_sure: Callable[[Sequence], bool]
     ) -> int:
+        """Chooses the `members` of a round before the next step, and makes room for their proposals. Returns how many
+        these are to be of each; 0: there is no round. `is_sure`: of the sequences for which others propose."""
         self.proposals = {}
         decodes = [s for s in running if s.remaining == 1 and not s.begins_later]
         ready = [s for s in decodes if self._takes_part(s, len(decodes), is_sure)]
@@ -262,9 +266,12 @@ class EngineDrafts:
         return count if self.members else 0
 
     def draft_plan(self, step: int, copies: Copies) -> tuple[DraftPlan, list[SampledRow]]:
+        """The plan of the round that has begun, which takes the numbers from `step` on."""
         return build_draft_plan(step, self.members, self._passes, copies, self._spec.block_size)
 
     def take_round(self, found: Seq[Seq[DraftToken]], seconds: float) -> list[Sequence]:
+        """Ends the round: `found` for each of the plan's rows, after so many seconds (0: nobody knows). Returns its
+        members."""
         members, self.members = in_draft_order(self.members), []
         for sequence, drafted in zip(members, found, strict=True):
             sequence.followed = sequence.num_computed  # its last token counts once the step has computed it
@@ -277,29 +284,32 @@ class EngineDrafts:
         return members
 
     def drop_round(self) -> list[Sequence]:
+        """Ends the round without a result: the engine drafts no more for its members. Returns these."""
         members, self.members = self.members, []
         for sequence in members:
             sequence.followed = LOST
         return members
 
     def forget(self) -> None:
+        """The step that the proposals were for has failed."""
         self.proposals = {}
 
     # --- steps -----------------------------------------------------------------------------------
 
     def follows(self, batch: Seq[ScheduledTokens]) -> bool:
+        """Whether it is to compute the rows of a step too (`StepPlan.followed`): else it would be behind for good
+        with some sequence."""
         return self.used and any(self._would_lack(chunk, len(batch)) for chunk in batch)
 
     def checkable(self, sequence: Sequence, drafts: Seq[int]) -> int:
-        """It has not computed its last proposal, and without it a block would be full that it lacks a token of."""
+        """How many of `drafts`, whoever has proposed them, may be checked without leaving it behind: its last proposal
+        it has not computed, and without it a block would be full that it lacks a token of."""
         count, end = len(drafts), len(sequence.tokens) + len(drafts)
         fills = self._full(end) == end and self._is_own(sequence, drafts)
         return count - (fills and end > self._known(sequence, drafts))
 
-    def without_following(self, seconds: float, rows: int) -> float:
-        return self.policy.without_following(seconds, rows)
-
     def step_over(self, running: int) -> None:
+        """A step is over, of a batch of `running` sequences."""
         self.proposals = {}
         self.policy.step_over(running)
 
