@@ -69,6 +69,7 @@ class Platform(Protocol):
     def give_back(self, device: torch.device) -> None:
         """Gives the memory that PyTorch keeps for later back to the driver: for libraries that ask it themselves, and
         get nothing of that (NCCL, Triton's kernels as they are loaded). The host has no such memory: nothing."""
+        return
 
     def has_fast_bf16(self) -> bool:
         """Whether PyTorch computes bf16 fast."""
@@ -80,6 +81,7 @@ class Platform(Protocol):
 
     def free_buffers(self) -> None:
         """Lets go of the memory of carriers' buffers, where torch keeps it: else nothing."""
+        return
 
     def event(self) -> DeviceEvent:
         """One of this thread's device, that has happened until it is recorded."""

@@ -43,10 +43,12 @@ class Proposer(Protocol):
     def chosen(self, sequences: Collection[Sequence]) -> None:
         """Its offers of these sequences were the best of all. Nothing, for one that knows by the drafts that are
         checked."""
+        return
 
     def pass_over(self, sequences: Seq[Sequence]) -> None:
         """No drafts could pay in the next step, of these sequences: it is not asked. Nothing, for one that learns all
         the same."""
+        return
 
     def learn(self, results: Seq[Result]) -> None:
         """Of the sequences of a step, in their order."""
