@@ -263,19 +263,16 @@ class InProcess:
         self._template, self._with_tools = compiled(templates)
         self.traits = traits_of(self._with_tools)
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
-        tenant: str = "",
-    ) -> str:
+    async def render(self, conversation: TemplateInput, tenant: str = "") -> str:
         """Raises `InvalidParameter`."""
-        return (self._template if tools is None else self._with_tools).render(messages, tools, options)
+        return self._for(conversation).render(*conversation)
 
     async def turns(self, conversation: TemplateInput, trained: Sequence[int], tenant: str = "") -> list[Turns]:
         """Raises `InvalidParameter`."""
-        return turns_of(self._template if conversation.tools is None else self._with_tools, conversation, trained)
+        return turns_of(self._for(conversation), conversation, trained)
+
+    def _for(self, conversation: TemplateInput) -> ChatTemplate:
+        return self._template if conversation.tools is None else self._with_tools
 
 
 def _to_json(
