@@ -19,7 +19,7 @@ from services.gateway.intake.prompts.conversation import (
     with_instructions,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text
+from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text, check_type
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
@@ -81,23 +81,16 @@ def asked_of(request: ChatCompletionRequest) -> Asked:
 
 
 def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
-    functions = []
-    for index, tool in enumerate(tools):
-        functions.append(_function_of(tool, f"tools[{index}]"))
+    functions = [_function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_functions(functions, "tools[{}].function")
     return tuple(functions)
 
 
 def _function_of(tool: Tool, path: str) -> FunctionDefinition:
-    if tool.type not in ("function", "custom"):
-        raise _wrong_value(f"{path}.type", tool.type, ("function", "custom"))
-    other = "function" if tool.type == "custom" else "custom"
-    if getattr(tool, other) is not None:
-        raise unsupported(f"{path}.{other}", f"the tool is of type '{tool.type}'")
+    check_type(path, tool, "tool")
     if tool.custom is not None:
         return _custom_function(tool.custom, f"{path}.custom")
-    if tool.function is None:
-        raise missing(f"{path}.{tool.type}")
+    assert tool.function is not None, "it was checked"
     return tool.function
 
 
@@ -124,10 +117,10 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
     for index, function in enumerate(functions):
         place = f"tools[{index}].custom" if isinstance(function, CustomFunction) else path.format(index)
         if function.name in seen:
-            raise InvalidParameter(
-                f"Invalid '{place}.name': '{function.name}' is the name of "
-                f"'{path.format(seen[function.name])}' already; use a different name for each function.",
-                param=f"{place}.name",
+            first = path.format(seen[function.name])
+            raise InvalidParameter.at(
+                f"{place}.name",
+                f"'{function.name}' is the name of '{first}' already; use a different name for each function.",
             )
         seen[function.name] = index
         _check_parameters(f"{place}.parameters", function)
@@ -220,13 +213,6 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
         raise _only_with("function_call", "functions")
     picked = _picked(functions, [("function", choice.name)], "function_call.name")
     return Asked(picked, functions, required=True, named=True, single=True, legacy=True)
-
-
-def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidParameter:
-    words = ", ".join(f"'{word}'" for word in supported)
-    return InvalidParameter(
-        f"Invalid value: '{value[:64]}'. Supported values are: {words}.", param=path, reason="invalid_value"
-    )
 
 
 def _only_with(name: str, other: str) -> InvalidParameter:
