@@ -70,7 +70,7 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not given:
-        raise _wrong("input", "it is an empty array; send at least one input", "empty_array")
+        raise InvalidParameter.at("input", "it is an empty array; send at least one input.", reason="empty_array")
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]]
     check_size("input", given, limits.EMBEDDING_INPUTS)
@@ -79,7 +79,8 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     for kind in (str, list):
         if all(isinstance(item, kind) for item in given):
             return [item for item in given if not isinstance(item, int)]
-    raise _wrong("input", "it mixes strings, token ids and lists of them; send one kind", "invalid_type")
+    wrong = "it mixes strings, token ids and lists of them; send one kind."
+    raise InvalidParameter.at("input", wrong, reason="invalid_type")
 
 
 def chat_of(request: EmbeddingRequest) -> ChatCompletionRequest:
@@ -110,11 +111,8 @@ def _check_matryoshka(dimensions: int, card: ModelCard) -> None:
     if lengths is None or dimensions in (*lengths, card.embedding_size):
         return
     rest = "and for no others; leave it out" if not lengths else f"or {', '.join(map(str, lengths))}"
-    raise _wrong(
-        "dimensions",
-        f"{card.model} was trained for vectors of {card.embedding_size} numbers {rest}",
-        "unsupported_value",
-    )
+    wrong = f"{card.model} was trained for vectors of {card.embedding_size} numbers {rest}."
+    raise InvalidParameter.at("dimensions", wrong, reason="unsupported_value")
 
 
 async def prompts_of(
@@ -149,7 +147,9 @@ async def prompts_of(
             tokens = one
         tokens = cut(tokens)
         if not tokens:
-            raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
+            raise InvalidParameter.at(
+                name, "it resulted in no token; send at least one character.", reason="empty_prompt"
+            )
         check_length(name, tokens, card, prompt_limit)
         prompts.append(tokens)
     return prompts
@@ -191,7 +191,7 @@ def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
         return ""
     if name not in card.prompts:
         known = f"it has {', '.join(card.prompts)}" if card.prompts else "it has none"
-        raise _wrong("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out", "invalid_value")
+        raise InvalidParameter.at("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out.")
     return card.prompts[name]
 
 
@@ -221,10 +221,6 @@ def cut_tokens(tokens: list[int], *, count: int, side: str, around: list[int]) -
     inner = tokens[before : len(tokens) - len(behind)]
     left = count - len(around)
     return [*tokens[:before], *(inner[:left] if side == "right" else inner[-left:]), *behind]
-
-
-def _wrong(param: str, what: str, reason: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid '{param}': {what}.", param=param, reason=reason)
 
 
 def record_of(
