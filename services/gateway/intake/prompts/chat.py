@@ -262,17 +262,9 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
     asked = asked_of(request)
     if asked.functions and card.tool_parser == NONE:
         name = "functions" if asked.legacy else "tools"
-        raise InvalidParameter(
-            f"Unsupported parameter: '{name}' is not supported with this model; its tool parser is turned off.",
-            param=name,
-            reason="unsupported_parameter",
-        )
+        raise unsupported(name, "its tool parser is turned off", where="with this model")
     if asked.required and request.min_tokens:
-        raise InvalidParameter(
-            "Unsupported parameter: 'min_tokens' is not supported where a tool call is demanded; leave it out.",
-            param="min_tokens",
-            reason="unsupported_parameter",
-        )
+        raise unsupported("min_tokens", where="where a tool call is demanded")
     known = bool(traits.family or parser_named(card.tool_parser))
     native_calls = traits.calls and known
     native_tools = traits.tools and known

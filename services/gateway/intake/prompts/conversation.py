@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, too_deep
+from services.gateway.core.errors import InvalidParameter, too_deep, unsupported
 from services.gateway.intake.schemas import IS_TEXT, ChatCompletionRequest, Message, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tool_calls.families import FAMILIES
@@ -312,12 +312,7 @@ def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
         return {"verbosity": verbosity}
     if verbosity in (None, "medium"):
         return {}
-    raise InvalidParameter(
-        "Unsupported parameter: 'verbosity' is not supported by this server; this model's chat template has none; "
-        "leave it out.",
-        param="verbosity",
-        reason="unsupported_parameter",
-    )
+    raise unsupported("verbosity", "this model's chat template has none; leave it out")
 
 
 def ignored_by_template(request: ChatCompletionRequest, traits: Traits) -> tuple[str, ...]:

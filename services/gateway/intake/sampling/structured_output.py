@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, convert, missing, too_deep
+from services.gateway.core.errors import InvalidParameter, convert, missing, too_deep, unsupported
 from services.gateway.intake.prompts.chat import ChatPlan
 from services.gateway.intake.schemas import (
     GUIDED,
@@ -95,12 +95,7 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> RequestedGra
     if len(given) > 1:
         raise InvalidParameter.at(given[1], f"'{given[0]}' already sets the answer's form; send one of the two.")
     if request.min_tokens:
-        raise InvalidParameter(
-            f"Unsupported parameter: 'min_tokens' is not supported with '{given[0]}', which says where the text "
-            "may end; leave it out.",
-            param="min_tokens",
-            reason="unsupported_parameter",
-        )
+        raise unsupported("min_tokens", where=f"with '{given[0]}', which says where the text may end")
     [name] = given
     value = getattr(request, name)
     closes = closes_objects(request, usual=closes)
