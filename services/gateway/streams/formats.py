@@ -37,11 +37,6 @@ _MARK = secrets.token_hex(16)  # a text that stands nowhere else
 SPARSE = "sparse_tokens"
 
 
-def with_sparse(details: dict[str, int], tokens: int) -> dict[str, int]:
-    """`details` of a usage, in any API, with `sparse_tokens` where there are any."""
-    return details | {SPARSE: tokens} if tokens else details
-
-
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request; `cached_tokens` of the prompt were found in the KV cache, and `sparse_tokens` of either,
     where there are any, have not read everything before them."""
@@ -70,8 +65,9 @@ class Usage(msgspec.Struct, frozen=True):
             "accepted_prediction_tokens": predicted,
             "rejected_prediction_tokens": rejected,
         }
-        if sparse is not NO_SPARSE:
-            of_prompt, of_output = (with_sparse(of_prompt, sparse.prompt), with_sparse(of_output, sparse.output))
+        for details, tokens in ((of_prompt, sparse.prompt), (of_output, sparse.output)):
+            if tokens:
+                details[SPARSE] = tokens
         return cls(prompt, completion, prompt + completion, of_prompt, of_output)
 
     @property
