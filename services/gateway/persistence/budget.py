@@ -116,17 +116,9 @@ class HistoryBudget:
         self._holding.give_back()
 
 
-class HistoryBudgets:
-    """Those of one gateway."""
-
-    def __init__(self, most: int, held: int) -> None:
-        """Bytes of items that may be had of what is stored: `most` by one request, `held` by all at a time."""
-        self._most = most
-        self._pool = TenantPool(Bound(limits.HISTORY_HELD, held), "stored items")
-
-    def budget(self, tenant: str) -> HistoryBudget:
-        """For one request, which holds its items until it leaves the context."""
-        return HistoryBudget(self._most, self._pool, tenant)
+def history_pool(most: int) -> TenantPool:
+    """`most`: bytes of stored items that the requests of a gateway hold at a time."""
+    return TenantPool(Bound(limits.HISTORY_HELD, most), "stored items")
 
 
 async def beside_loop(cost: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
