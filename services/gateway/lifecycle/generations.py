@@ -469,7 +469,7 @@ class Generations:
         if generation.overdue(time.monotonic()):
             whole = self._settings.request_timeout
             error = DeadlineExceeded(f"The generation took longer than {whole:g} s; ask for fewer tokens (max_tokens).")
-        elif generation.tokens or (self._rings is not None and self._rings.has_ready_group(model)):
+        elif generation.tokens or self._rings.has_ready_group(model):
             error = DeadlineExceeded(f"No token came within {seconds:g} s; try again later.", retry_after=5)
         else:
             error = NoGroupAvailable(
