@@ -8,7 +8,7 @@ lost. `dimensions` cuts a vector and brings it to length 1 again, as models are 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -173,7 +173,7 @@ def check_length(name: str, tokens: Sequence[int], card: ModelCard, prompt_limit
         )
 
 
-def check_together(prompts: Sequence[Sequence[int]], most: int) -> None:
+def _check_together(prompts: Sequence[Sequence[int]], most: int) -> None:
     """Raises `PayloadTooLarge` where `prompts` are too much for the queue, whose limit is `most` bytes."""
     tokens = sum(map(len, prompts))
     if tokens * _TOKEN_BYTES > most:
@@ -232,8 +232,23 @@ def record_of(
     endpoint: str = "embeddings",
 ) -> GenerationRecord:
     """The record of a checked request. Raises `PayloadTooLarge`."""
+    wanted = [{"prompt": prompt, "embed": True} for prompt in prompts]
+    shown = {"dimensions": request.dimensions or 0, "user": request.user or "", **encoding_of(request)}
+    return pooled_record(endpoint, wanted, card, context, parts, **shown)
+
+
+def pooled_record(
+    endpoint: str,
+    wanted: Sequence[Mapping[str, Any]],
+    card: ModelCard,
+    context: Context,
+    parts: RunDependencies,
+    **shown: Any,
+) -> GenerationRecord:
+    """The record of generations without output, whose one entry has a vector. `wanted`: fields of each one's request,
+    its prompt among them, beside what all have; `shown`: of the record. Raises `PayloadTooLarge`."""
     started_at, settings = time.time(), parts.settings
-    check_together(prompts, settings.generation_bytes)
+    _check_together([fields["prompt"] for fields in wanted], settings.generation_bytes)
     identity = new_identity(parts.answers.writer, started_at)
     wires = [
         GenerationRequest(
@@ -241,17 +256,16 @@ def record_of(
             request_id=context.request_id,
             model=card.model,
             consumer=parts.answers.consumer,
-            prompt=prompt,
             max_tokens=1,
             session=session_of(context.tenant, context.session, context.model.adapter),
             lane=context.lane,
             tenant=context.tenant,
             deadline=started_at + settings.token_timeout,
-            embed=True,
             cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
             adapter=context.model.adapter,
+            **fields,
         )
-        for index, prompt in enumerate(prompts)
+        for index, fields in enumerate(wanted)
     ]
     return GenerationRecord(
         identity=identity,
@@ -262,10 +276,8 @@ def record_of(
         background=context.background,
         idempotency=context.idempotency,
         tenant=context.tenant,
-        dimensions=request.dimensions or 0,
-        user=request.user or "",
         adapter=context.model.name,
-        **encoding_of(request),
+        **shown,
     )
 
 
