@@ -349,7 +349,7 @@ def chat_delta(text: str, reasoning: str, calls: Sequence[CallDelta], parsing: P
     if calls and parsing.legacy:
         fields["function_call"] = _function(calls[0])
     elif calls:
-        fields["tool_calls"] = [_begun(call) if call.id else _more(call) for call in calls]
+        fields["tool_calls"] = [{"index": call.index, **_called(call)} for call in calls]
     return fields
 
 
@@ -361,19 +361,14 @@ def chat_message(text: str, reasoning: str, calls: Sequence[CallDelta], parsing:
     if calls and parsing is not None and parsing.legacy:
         fields["function_call"] = _function(calls[0])
     elif calls:
-        fields["tool_calls"] = [
-            {name: value for name, value in _begun(call).items() if name != "index"} for call in calls
-        ]
+        fields["tool_calls"] = [_called(call) for call in calls]
     return fields
 
 
-def _begun(call: CallDelta) -> dict[str, Any]:
+def _called(call: CallDelta) -> dict[str, Any]:
     kind = "custom" if call.custom else "function"
-    return {"index": call.index, "id": call.id, "type": kind, kind: _function(call)}
-
-
-def _more(call: CallDelta) -> dict[str, Any]:
-    return {"index": call.index, "custom" if call.custom else "function": _function(call)}
+    named = {"id": call.id, "type": kind} if call.id else {}
+    return {**named, kind: _function(call)}
 
 
 def _function(call: CallDelta) -> dict[str, str]:
