@@ -209,12 +209,11 @@ class Catalog:
         model = self.resolve(name, tenant).model
         card = self.known_card(model)
         if card is None:
-            expected = self.expected_seconds(model)
             raise ModelNotLoaded(
                 f"The model '{model[:128]}' has never been loaded, so its tokenizer is unknown; send it a "
                 "request for text, or load it (POST /models/load).",
                 param="model",
-                retry_after=expected or None,
+                retry_after=self.expected_seconds(model) or None,
             )
         return card
 

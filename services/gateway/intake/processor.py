@@ -168,8 +168,7 @@ class InputProcessor:
         """What the model would read. Raises as `prepare`."""
         validation.check_chat(request)
         request = await with_files_read(request, tenant, self._files)
-        card = self._catalog.card(request.model, tenant)
-        tokenizer = await self._tokenizers.get(card, tenant)
+        card, tokenizer = await self.tokenizer(request.model, tenant)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
     async def chat_rendered(self, body: bytes, tenant: str) -> tuple[str, list[int]]:
@@ -208,8 +207,7 @@ class InputProcessor:
         wanted = wanted_by(request, closes=closes)
         plan, rendering = await rendered(request, card, tokenizer, settings.prompt_limit)
         parsing = plan.parsing(rendering.text)
-        if parsing is not None:
-            wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
+        wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
         if plan.ignored:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self.ignored(context.answer_headers).tell(told)

@@ -271,7 +271,10 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
     messages = messages_for_template(
         request.messages, traits, native=native_calls, family=traits.family if native_tools else ""
     )
-    family = _family(card, traits, native_calls or native_tools) if asked.functions else ""
+    family = ""
+    if asked.functions:
+        own = traits.family if native_calls or native_tools else DEFAULT_FAMILY
+        family = parser_named(card.tool_parser) or own
     if family and not native_tools:
         messages = with_instructions(messages, instructions(asked.shown, FAMILIES[family].form), traits)
     return ChatPlan(
@@ -285,10 +288,6 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
         reasoning=reasoning_of(card, traits),
         ignored=ignored_by_template(request, traits),
     )
-
-
-def _family(card: ModelCard, traits: Traits, native: bool) -> str:
-    return parser_named(card.tool_parser) or (traits.family if native else DEFAULT_FAMILY)
 
 
 def reasoning_of(card: ModelCard, traits: Traits) -> str:
