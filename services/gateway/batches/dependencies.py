@@ -88,4 +88,3 @@ class BatchParts(msgspec.Struct, frozen=True):
     settings: GatewaySettings
     own: BatchJobSettings
     authenticator: Authenticator
-    instance: str
