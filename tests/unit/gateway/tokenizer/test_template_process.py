@@ -27,7 +27,6 @@ from shared.errors import InternalError, QueueFull
 from tests.unit.gateway.tokenizer.tiny_tokenizer import TEMPLATE
 
 CHAT = [{"role": "user", "content": "Hi"}]
-PLAIN = TemplateOptions()
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
 NESTED = (
@@ -136,10 +135,8 @@ async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProce
     """What one conversation makes a template do is no reason to refuse others."""
     source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE
     process = await probed(source, made)
-    bomb, chat = (
-        asyncio.create_task(process.render(TemplateInput([{"role": "user", "content": text}])))
-        for text in ("bomb", "Hi")
-    )
+    bomb = asyncio.create_task(process.render(TemplateInput([{"role": "user", "content": "bomb"}])))
+    chat = asyncio.create_task(process.render(TemplateInput(CHAT)))
     with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_seconds: 2 seconds, fixed"):
         await bomb
     assert "Hi<|end|>" in await chat
@@ -251,7 +248,7 @@ class Jobs:
         return self._renderer.reply(io.BytesIO(data), len(data))
 
     def chat(self, content: str, tools: list[dict[str, Any]] | None = None) -> _Reply:
-        return self.reply(_Job(None, [{"role": "user", "content": content}], tools, PLAIN))
+        return self.reply(_Job(None, [{"role": "user", "content": content}], tools))
 
 
 def test_each_job_has_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +265,7 @@ def test_each_job_has_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.reply(_Job(templates("{{ 'a' * 9 }}")))
     monkeypatch.setattr(limits, "TEMPLATE_TEXT", msgspec.structs.replace(limits.TEMPLATE_TEXT, value=8))
     assert jobs.chat("Hi").limit == _TOO_LONG
-    answered = _Job(None, [*CHAT, {"role": "assistant", "content": "Hello"}], None, PLAIN, [1])
+    answered = _Job(messages=[*CHAT, {"role": "assistant", "content": "Hello"}], trained=[1])
     jobs.reply(_Job(templates(TEMPLATE)))
     assert jobs.reply(answered).limit == _TOO_LONG
     monkeypatch.undo()
