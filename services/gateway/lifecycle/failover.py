@@ -121,7 +121,7 @@ class GatewayFailover:
         if records:
             log.info("generations_taken_over", of=lost, generations=len(records))
         await self._keep_ended(left, going)
-        await self._inheritances.put(lost, Inheritance(self._consumer, lost_at, done=True))
+        await self._settle(lost, lost_at)
         for heirless in await self._unsettled(lost):
             await self._inherit(*heirless)
 
@@ -161,6 +161,9 @@ class GatewayFailover:
             return False
         entry = await self._services.get(heir)
         return entry is None or entry.value.state == "gone"
+
+    async def _settle(self, lost: str, lost_at: float) -> None:
+        await self._inheritances.put(lost, Inheritance(self._consumer, lost_at, done=True))
 
     async def _unsettled(self, heir: str) -> list[tuple[str, float]]:
         """What `heir` had begun to inherit itself and not done with."""
