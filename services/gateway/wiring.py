@@ -34,7 +34,7 @@ from services.gateway.lifecycle.failover import GatewayFailover
 from services.gateway.lifecycle.generations import Generations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from services.gateway.lifecycle.request_tracker import RequestTracker
-from services.gateway.persistence.budget import HistoryBudgets
+from services.gateway.persistence.budget import history_pool
 from services.gateway.persistence.chats import ChatIndex, ChatStore, StoredChats
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.keeper import ResponseArchive, ResponseShelf
@@ -99,7 +99,6 @@ class Container:
         self.limiter = Limiter(bus, instance, settings)
         self._grammars = Grammars()
         files = self._files = Files(bus, settings)
-        budgets = HistoryBudgets(settings.history_bytes, settings.history_held_bytes)
         processor = InputProcessor(
             IntakeParts(settings, answers, metrics, presentations),
             catalog,
@@ -108,7 +107,7 @@ class Container:
             self._grammars,
             self.limiter,
             files,
-            StoredTurns(lookup, conversations, budgets),
+            StoredTurns(lookup, conversations, settings.history_bytes, history_pool(settings.history_held_bytes)),
         )
         intake = Intake(processor, endpoints, keys, reading, backend.authenticator)
         given = JobResources(

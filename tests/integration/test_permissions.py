@@ -247,7 +247,7 @@ async def test_a_gateway_keeps_its_tenants_quotas_within_its_rights(server: Loca
         for number in range(20):
             whole = GenerationRecord(f"{number}", "completions", 1.0, [request], tenant="acme")
             await large.put(whole, [encode(whole)])
-        await large.trimmed()
+        await large._trimmed.looked()
         assert (await bus.jetstream().stream_info(f"KV_{subjects.RECORDS_BUCKET}")).state.messages < 15
         watching.cancel()
     finally:

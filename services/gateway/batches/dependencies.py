@@ -1,40 +1,28 @@
 """What every runner of a batch works with: the endpoints that lines may ask for, by their URL, and the metrics.
 
-A new endpoint needs an entry in `ENDPOINTS` and `LineUrl`, and nothing else of the batches.
+A new endpoint needs an entry in `LineUrl`, and nothing else of the batches.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.gateway.auth.authenticator import Authenticator
-from services.gateway.batches.lines import refuse_for_lines
 from services.gateway.batches.results import Results
 from services.gateway.batches.service import LineUrl
 from services.gateway.batches.settings import BatchJobSettings
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
+from services.gateway.core.errors import unsupported
 from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from shared.service.endpoints import begin_at_zero
-
-# The table: an endpoint's name by its URL.
-ENDPOINTS: dict[LineUrl, str] = {
-    "/v1/chat/completions": "chat.completions",
-    "/v1/completions": "completions",
-    "/v1/embeddings": "embeddings",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/rerank": "rerank",
-    "/v1/score": "score",
-    "/v1/classify": "classify",
-}
 
 
 class LineEndpoint:
@@ -48,7 +36,9 @@ class LineEndpoint:
     def check(self, body: msgspec.Raw, tenant: str) -> str:
         """The model of `body`, a line of that tenant. Raises `InvalidRequest` for what is wrong with it."""
         request = self._intake.check(self._endpoint, body)
-        refuse_for_lines({name: getattr(request, name, None) for name in ("stream", "background")})
+        for name in ("stream", "background"):  # it is left alone already
+            if getattr(request, name, None):
+                raise unsupported(name, where="in a batch")
         return self._catalog.resolve(request.model, tenant).model
 
     async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
@@ -68,8 +58,9 @@ class LineEndpoint:
 
 
 def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
-    """What works off the lines of each URL."""
-    return {url: LineEndpoint(name, intake, catalog) for url, name in ENDPOINTS.items() if intake.serves(name)}
+    """What works off the lines of each URL: the endpoint whose name is the URL with dots."""
+    names = {url: url.removeprefix("/v1/").replace("/", ".") for url in get_args(LineUrl)}
+    return {url: LineEndpoint(name, intake, catalog) for url, name in names.items() if intake.serves(name)}
 
 
 class BatchMetrics:
@@ -97,4 +88,3 @@ class BatchParts(msgspec.Struct, frozen=True):
     settings: GatewaySettings
     own: BatchJobSettings
     authenticator: Authenticator
-    instance: str

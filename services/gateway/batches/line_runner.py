@@ -13,6 +13,7 @@ are not known counts as `UNKNOWN`.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -150,10 +151,8 @@ class LineRunner:
 
     async def _change(self) -> None:
         self._changed.clear()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), LOOK)
-        except TimeoutError:
-            return
 
     async def drained(self) -> None:
         """Waits until every line that was begun has its result, or no more are waited for."""
@@ -219,15 +218,13 @@ class LineRunner:
 
     async def _store(self, job: BatchJob, result: LineResult) -> None:
         """Tries for as long as the broker is away: the answer has been paid for."""
-        tries = 0
-        while True:
+        for tries in itertools.count():
             try:
                 await self._parts.results.append(job.id, result)
                 return
             except RyzansteinError as error:
                 log.info("result_write_failed", error=str(error))
             await asyncio.sleep(min(2.0, backoff(tries)))
-            tries += 1
 
 
 UNKNOWN = 16

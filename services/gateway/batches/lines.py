@@ -3,12 +3,11 @@ each custom_id's hash, and of what is wrong the first hundred findings.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, refusal
+from services.gateway.core.errors import refusal
 from services.gateway.files.lines import FileLine
 from shared import limits
 from shared.errors import InvalidRequest
@@ -103,13 +102,8 @@ class Checker:
         """Counts `line`, or notes what is wrong with it."""
         self.requests += 1
         if self.requests > self._max_requests:
-            self.errors.append(
-                BatchError(
-                    "too_many_requests",
-                    f"The file has more than {self._max_requests:,} requests; split it.",
-                    line.number,
-                )
-            )
+            said = f"The file has more than {self._max_requests:,} requests; split it."
+            self.errors.append(BatchError("too_many_requests", said, line.number))
             return
         try:
             request = parse(line, self._url)
@@ -151,15 +145,4 @@ class Checker:
                 f"The model '{model[:64]}' is another one than '{self.model[:64]}' of the lines before; "
                 "a batch has one model.",
                 "body.model",
-            )
-
-
-def refuse_for_lines(body: Mapping[str, Any]) -> None:
-    """Raises `InvalidParameter` where a line wants to be streamed, or to be left alone: it is already."""
-    for name in ("stream", "background"):
-        if body.get(name):
-            raise InvalidParameter(
-                f"Unsupported parameter: '{name}' is not supported in a batch; leave it out.",
-                param=name,
-                reason="unsupported_parameter",
             )

@@ -33,7 +33,6 @@ class BatchRuntime:
             given.settings,
             settings,
             given.authenticator,
-            given.instance,
         )
         self._runners = Runners(given.bus, self._jobs, batch_work(parts), given.instance)
 

@@ -209,12 +209,11 @@ class Catalog:
         model = self.resolve(name, tenant).model
         card = self.known_card(model)
         if card is None:
-            expected = self.expected_seconds(model)
             raise ModelNotLoaded(
                 f"The model '{model[:128]}' has never been loaded, so its tokenizer is unknown; send it a "
                 "request for text, or load it (POST /models/load).",
                 param="model",
-                retry_after=expected or None,
+                retry_after=self.expected_seconds(model) or None,
             )
         return card
 
@@ -286,13 +285,10 @@ class Catalog:
     def statuses(self, age: float = 0.0) -> dict[str, ModelStatus]:
         """Of all of `names`; `age`: seconds that they may be old, where many ask at the same time."""
         if self._clock() - self._statuses_at >= age:
-            self._statuses = self._statuses_now()
+            found = self.registry.statuses(self.names(), self._clock())
+            self._statuses = {name: self._planned(name, status) for name, status in found.items()}
             self._statuses_at = self._clock()
         return self._statuses
-
-    def _statuses_now(self) -> dict[str, ModelStatus]:
-        found = self.registry.statuses(self.names(), self._clock())
-        return {name: self._planned(name, status) for name, status in found.items()}
 
     def expected_seconds(self, model: str) -> float:
         """Seconds until a model that is not loaded could take a request; 0: not known, or it can."""

@@ -269,9 +269,9 @@ def log_failure(error: Exception) -> None:
 # --- what is wrong with a field -------------------------------------------------------------------
 
 
-def unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
+def unsupported(name: str, detail: str = "leave it out", *, where: str = "by this server") -> InvalidParameter:
     return InvalidParameter(
-        f"Unsupported parameter: '{name}' is not supported by this server; {detail}.",
+        f"Unsupported parameter: '{name}' is not supported {where}; {detail}.",
         param=name,
         reason="unsupported_parameter",
     )

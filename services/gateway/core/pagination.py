@@ -28,27 +28,25 @@ class ListPage(msgspec.Struct, kw_only=True):
     has_more: bool
 
 
-class Listed(Protocol):
+class _HasId(Protocol):
     @property
     def id(self) -> str: ...
 
+
+class Listed(_HasId, Protocol):
     @property
     def created_at(self) -> float: ...
 
 
 T = TypeVar("T", bound=Listed)
+IdT = TypeVar("IdT", bound=_HasId)
 
 
 def page(items: Sequence[T], *, after: str | None, limit: int, ascending: bool = False) -> tuple[list[T], bool]:
     """`limit` of `items` behind the id `after`, and whether there are more. Raises `RouteError` for an
     `after` that is not among them."""
     ordered = sorted(items, key=lambda item: (item.created_at, item.id), reverse=not ascending)
-    begin = 0
-    if after is not None:
-        place = next((index for index, item in enumerate(ordered) if item.id == after), None)
-        if place is None:
-            raise RouteError(f"No object with the id '{after[:64]}' (parameter 'after') is in the list.", param="after")
-        begin = place + 1
+    begin = 0 if after is None else _place(ordered, "after", after) + 1
     return ordered[begin : begin + limit], len(ordered) > begin + limit
 
 
@@ -60,43 +58,34 @@ class NeighbourQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     limit: Annotated[int, Meta(ge=1, le=1000, description="Entries of a page.")] = USUAL
 
 
-IdT = TypeVar("IdT", bound="_HasId")
-
-
-class _HasId(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
 def neighbours(items: Sequence[IdT], wanted: NeighbourQuery) -> tuple[Sequence[IdT], bool]:
     """Those of `items`, which are in order, behind `after_id` or right before `before_id`, and whether there are more
     in that direction. Raises `RouteError` where the id is none of theirs."""
     begin, end = 0, len(items)
-    for name, given in (("after_id", wanted.after_id), ("before_id", wanted.before_id)):
-        if given is None:
-            continue
-        place = next((index for index, item in enumerate(items) if item.id == given), None)
-        if place is None:
-            raise RouteError(f"No object with the id '{given[:64]}' (parameter '{name}') is in the list.", param=name)
-        begin, end = (place + 1, end) if name == "after_id" else (begin, place)
+    if wanted.after_id is not None:
+        begin = _place(items, "after_id", wanted.after_id) + 1
+    if wanted.before_id is not None:
+        end = _place(items, "before_id", wanted.before_id)
     if wanted.before_id is not None and wanted.after_id is None:
         return items[max(0, end - wanted.limit) : end], end > wanted.limit
     return items[begin:end][: wanted.limit], end - begin > wanted.limit
 
 
+def _place(items: Sequence[_HasId], param: str, given: str) -> int:
+    """Of the item with the id `given`. Raises `RouteError`."""
+    for index, item in enumerate(items):
+        if item.id == given:
+            return index
+    raise RouteError(f"No object with the id '{given[:64]}' (parameter '{param}') is in the list.", param=param)
+
+
 def list_object(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
     """OpenAI's list object."""
-    return {
-        "object": "list",
-        "data": list(data),
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": has_more,
-    }
+    return shown_raw([(entry["id"], entry) for entry in data], has_more)
 
 
-def shown_raw(entries: Sequence[tuple[str, msgspec.Raw]], has_more: bool) -> dict[str, Any]:
-    """The same of entries that are JSON already, with their ids."""
+def shown_raw(entries: Sequence[tuple[str, msgspec.Raw | dict[str, Any]]], has_more: bool) -> dict[str, Any]:
+    """The same of entries with their ids, which may be JSON already."""
     return {
         "object": "list",
         "data": [entry for _, entry in entries],

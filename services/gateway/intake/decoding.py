@@ -46,11 +46,8 @@ def decode(
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         raise hinted(refusal(error, decoder.type, lambda: msgspec.json.decode(data)), names) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = unparsed(error)
-    except RecursionError:
-        why = _TOO_DEEP
-    raise InvalidParameter(why, param=None, reason="invalid_json")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unparsed(error) from None
 
 
 def lacks_model(error: InvalidParameter) -> bool:
@@ -63,18 +60,16 @@ def with_model(body: bytes | msgspec.Raw, model: str) -> bytes:
     comes behind the fields was not looked at."""
     try:
         fields = msgspec.json.decode(bytes(body).removeprefix(BOM), type=_Fields)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidParameter(unparsed(error), param=None, reason="invalid_json") from None
-    except RecursionError:
-        raise InvalidParameter(_TOO_DEEP, param=None, reason="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unparsed(error) from None
     return msgspec.json.encode(fields | {"model": model})
 
 
-_TOO_DEEP = "The JSON body of your request is nested too deeply."
-
-
-def unparsed(error: Exception) -> str:
-    return f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8."
+def _unparsed(error: Exception) -> InvalidParameter:
+    why = f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8."
+    if isinstance(error, RecursionError):
+        why = "The JSON body of your request is nested too deeply."
+    return InvalidParameter(why, param=None, reason="invalid_json")
 
 
 def read_query(query: bytes, kind: type[StructT]) -> StructT:

@@ -5,7 +5,7 @@
 The intake knows them by their names and imports none.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -71,7 +71,7 @@ class Endpoints:
 
     def _by_fields(self, body: bytes | msgspec.Raw) -> BodyEndpoint:
         """By the first of the fields that `body` has."""
-        fields = _fields_of(body)
+        fields = decode(body, _fields)
         for name, endpoint in self._invoked.items():
             if name in fields:
                 return endpoint
@@ -79,16 +79,12 @@ class Endpoints:
 
     def of_conversation(self, body: bytes) -> BodyEndpoint | None:
         """The one whose conversation `body` describes; None: it is a chat. Raises `InvalidParameter`."""
-        fields = _fields_of(body)
+        fields = decode(body, _fields)
         return next((one for field, one in self._conversations.items() if field in fields), None)
 
     def generates(self, name: str) -> bool:
         """Whether the answers of `GenerationRecord.endpoint` have text."""
         return name not in self._all or self._all[name].generates
-
-
-def _fields_of(body: bytes | msgspec.Raw) -> Mapping[str, msgspec.Raw]:
-    return decode(body, _fields)
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

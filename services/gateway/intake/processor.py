@@ -14,13 +14,14 @@ import msgspec
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.files.files import Files
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.prompts import embeddings
 from services.gateway.intake.prompts.chat import NamesModel, rendered
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
-from services.gateway.intake.prompts.input_files import FileReader, with_files_read
+from services.gateway.intake.prompts.input_files import with_files_read
 from services.gateway.intake.prompts.prefill import ahead, next_prompt, without_answer
 from services.gateway.intake.record import (
     Context,
@@ -77,7 +78,7 @@ class InputProcessor:
         tokenizers: TokenizerStore,
         grammars: Grammars,
         limiter: Limiter,
-        files: FileReader,
+        files: Files,
         stored: StoredTurns,
     ) -> None:
         """`stored`: of earlier requests, for those that go on with them."""
@@ -167,8 +168,7 @@ class InputProcessor:
         """What the model would read. Raises as `prepare`."""
         validation.check_chat(request)
         request = await with_files_read(request, tenant, self._files)
-        card = self._catalog.card(request.model, tenant)
-        tokenizer = await self._tokenizers.get(card, tenant)
+        card, tokenizer = await self.tokenizer(request.model, tenant)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
     async def chat_rendered(self, body: bytes, tenant: str) -> tuple[str, list[int]]:
@@ -207,8 +207,7 @@ class InputProcessor:
         wanted = wanted_by(request, closes=closes)
         plan, rendering = await rendered(request, card, tokenizer, settings.prompt_limit)
         parsing = plan.parsing(rendering.text)
-        if parsing is not None:
-            wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
+        wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
         if plan.ignored:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self.ignored(context.answer_headers).tell(told)
@@ -308,8 +307,7 @@ class InputProcessor:
             self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
-        card = await self.loaded(request, context)
-        card, context.model = self._catalog.of_request(request.model, card, context.tenant)
+        card = self.resolve(request.model, await self.loaded(request, context), context)
         check_task(card, "generate")
         return card
 

@@ -301,10 +301,7 @@ def tell_exact(card: ModelCard, context: Context) -> None:
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
     """Tokens that it may come to; where the client names no limit, what answers usually are."""
     most = record.requests[0].max_tokens if asked_tokens(request) else UNNAMED_OUTPUT
-    cost = 0
-    for item in record.requests:
-        cost += len(item.prompt) + min(most, item.max_tokens) * record.choices
-    return cost
+    return sum(len(item.prompt) + min(most, item.max_tokens) * record.choices for item in record.requests)
 
 
 def _check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:
@@ -339,9 +336,7 @@ def _check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> Non
 
 def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) -> None:
     """Raises `PayloadTooLarge` where `count` generations of each of `requests` are too much for the queue."""
-    tokens = 0
-    for one in requests:
-        tokens += len(one.prompt) + len(one.prediction)
+    tokens = sum(len(one.prompt) + len(one.prediction) for one in requests)
     if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
         return
     size = count * sum(len(encode(one)) for one in requests)
@@ -416,11 +411,7 @@ def fitting(
     """A prompt as far as it is read, and the output tokens that it may have."""
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     if not prompt:
-        raise InvalidParameter(
-            f"Invalid '{param}': it resulted in no token; send at least one character.",
-            param=param,
-            reason="empty_prompt",
-        )
+        raise InvalidParameter.at(param, "it resulted in no token; send at least one character.", reason="empty_prompt")
     most = settings.prompt_limit
     if request.truncate_prompt_tokens is not None:
         prompt = truncated(request, card, prompt)

@@ -23,7 +23,7 @@ from services.gateway.intake.schemas import (
     Message,
 )
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from services.gateway.tool_calls.schemas import ToolCall
+from services.gateway.tool_calls.schemas import Tool, ToolCall
 from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.limits import PROMPT_TOKENS, TRUNCATED_TEXT
@@ -125,10 +125,9 @@ def _check_generation(request: GenerationFields) -> list[str]:
 def check_truncation(count: int | None) -> None:
     """Raises `InvalidParameter` where `truncate_prompt_tokens` leaves nothing."""
     if count == 0:
-        raise InvalidParameter(
-            "Invalid 'truncate_prompt_tokens': integer below minimum value. Expected a value of at least 1, or of -1 "
-            "for what the context has room for.",
-            param="truncate_prompt_tokens",
+        raise InvalidParameter.at(
+            "truncate_prompt_tokens",
+            "integer below minimum value. Expected a value of at least 1, or of -1 for what the context has room for.",
             reason="integer_below_min_value",
         )
 
@@ -150,7 +149,10 @@ def check_messages(messages: Sequence[Message]) -> None:
     """Raises `InvalidParameter` for the first thing wrong in one of `messages`, and where they have too much."""
     _check_sizes(messages)
     for index, message in enumerate(messages):
-        _check_message(f"messages[{index}].", message)
+        path = f"messages[{index}]."
+        check_fields(message, path)
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            _check_part(f"{path}content[{number}].", part)
 
 
 def _check_sizes(messages: Sequence[Message]) -> None:
@@ -164,18 +166,8 @@ def _check_sizes(messages: Sequence[Message]) -> None:
 
 def too_many(what: str, count: int, limit: limits.Limit) -> InvalidParameter:
     """Of all messages together."""
-    return InvalidParameter(
-        f"Invalid 'messages': they have {count} {what}; join some, or send fewer ({limit.cited()}).",
-        param="messages",
-        reason="array_above_max_length",
-    )
-
-
-def _check_message(path: str, message: Message) -> None:
-    check_fields(message, path)
-    if isinstance(message.content, list):
-        for index, part in enumerate(message.content):
-            _check_part(f"{path}content[{index}].", part)
+    wrong = f"they have {count} {what}; join some, or send fewer ({limit.cited()})."
+    return InvalidParameter.at("messages", wrong, reason="array_above_max_length")
 
 
 def _check_part(path: str, part: ContentPart) -> None:
@@ -239,18 +231,24 @@ def _check_answered(waiting: dict[str, str]) -> None:
         )
 
 
-def _check_call(path: str, call: ToolCall) -> None:
-    if call.type not in ("function", "custom"):
+def check_type(path: str, given: Tool | ToolCall, what: str) -> None:
+    """Raises `InvalidParameter` unless `given`, which stands at `path` and is called `what`, is of a known type and has
+    what one of that type has."""
+    if given.type not in ("function", "custom"):
         raise InvalidParameter(
-            f"Invalid value: '{call.type[:64]}'. Supported values are: 'function', 'custom'.", param=f"{path}.type"
+            f"Invalid value: '{given.type[:64]}'. Supported values are: 'function', 'custom'.", param=f"{path}.type"
         )
-    other = "function" if call.type == "custom" else "custom"
-    if getattr(call, other) is not None:
-        raise unsupported(f"{path}.{other}", f"the call is of type '{call.type}'")
-    if getattr(call, call.type) is None:
-        raise missing(f"{path}.{call.type}")
+    other = "function" if given.type == "custom" else "custom"
+    if getattr(given, other) is not None:
+        raise unsupported(f"{path}.{other}", f"the {what} is of type '{given.type}'")
+    if getattr(given, given.type) is None:
+        raise missing(f"{path}.{given.type}")
+
+
+def _check_call(path: str, call: ToolCall) -> None:
+    check_type(path, call, "call")
     if not call.id:
-        raise InvalidParameter(f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string")
+        raise InvalidParameter.at(f"{path}.id", "empty string.", reason="empty_string")
 
 
 # --- completions ---------------------------------------------------------------------------------
@@ -319,11 +317,8 @@ def check_task(card: ModelCard, task: str) -> None:
         return
     others = " and ".join(_DOES[other] for other in card.tasks if other in _DOES)
     does = f"it {others}; " if others else ""
-    raise InvalidParameter(
-        f"Invalid 'model': {card.model} {_REFUSED[task]}; {does}choose a model that does.",
-        param="model",
-        reason="unsupported_task",
-    )
+    wrong = f"{card.model} {_REFUSED[task]}; {does}choose a model that does."
+    raise InvalidParameter.at("model", wrong, reason="unsupported_task")
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -37,18 +37,17 @@ class GenerationClaims:
     async def claim(self, identity: str, lost: str, consumers: Sequence[str]) -> tuple[Ownership, int]:
         """Claims it from the gateway `lost`; returns whose it is now, and the number of that claim, which only
         grows. `consumers`: those of its log so far."""
-        mine = Ownership(self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer])
         contention = Contention(f"the owner of the generation {identity}")
         while True:
             entry = await self.bucket.get(identity)
-            if entry is None:
-                if (number := await self.bucket.create(identity, mine)) is not None:
-                    return mine, number
-            elif entry.value.owner not in (lost, self._consumer):
+            if entry is not None and entry.value.owner not in (lost, self._consumer):
                 return entry.value, entry.revision
+            others = [name for name in (entry.value.consumers if entry else consumers) if name != self._consumer]
+            mine = Ownership(self._consumer, [*others, self._consumer][-MAX_OWNERS:])
+            if entry is None:
+                number = await self.bucket.create(identity, mine)
             else:
-                known = [name for name in entry.value.consumers if name != self._consumer]
-                mine = Ownership(self._consumer, [*known, self._consumer][-MAX_OWNERS:])
-                if (number := await self.bucket.update(identity, mine, entry.revision)) is not None:
-                    return mine, number
+                number = await self.bucket.update(identity, mine, entry.revision)
+            if number is not None:
+                return mine, number
             contention.lost()

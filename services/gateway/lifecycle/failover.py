@@ -146,14 +146,13 @@ class GatewayFailover:
         while True:
             entry = await self._inheritances.get(lost)
             if entry is None:
-                if await self._inheritances.create(lost, mine) is not None:
-                    return True
-                contention.lost()
-                continue
-            same_life = entry.value.lost_at >= lost_at
-            if same_life and (entry.value.done or not await self._is_gone(entry.value.heir)):
-                return entry.value.heir == self._consumer and not entry.value.done
-            if await self._inheritances.update(lost, mine, entry.revision) is not None:
+                written = await self._inheritances.create(lost, mine)
+            else:
+                same_life = entry.value.lost_at >= lost_at
+                if same_life and (entry.value.done or not await self._is_gone(entry.value.heir)):
+                    return entry.value.heir == self._consumer and not entry.value.done
+                written = await self._inheritances.update(lost, mine, entry.revision)
+            if written is not None:
                 return True
             contention.lost()
 

@@ -81,16 +81,8 @@ class Generations:
         self.journal = JournalEnd(bus)
         self.claims = GenerationClaims(bus, consumer, settings.journal_max_age)
         self.cancellations = Cancellations(bus, self.claims)
-        self.tokens = TokenConsumer(
-            bus,
-            consumer,
-            on_frame=self.on_frame,
-            on_recorded=self._take,
-            replay_from=self._oldest,
-            on_replayed=lambda: self._on_replayed(""),
-            pending_frames=settings.pending_frames,
-        )
-        self.sources = TokenLogReaders(self._open_source)
+        self.tokens = self._open_log("")
+        self.sources = TokenLogReaders(self._open_log)
         self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
         self._queued = QueuedRequests(bus, self._recover)
         metrics.in_flight.set_function(lambda: float(len(self._by_id)))
@@ -332,14 +324,15 @@ class Generations:
                 death = self._losses.death_of(group, epoch)
                 self._act(generation, generation.on_group_lost(group, epoch, death))
 
-    def _open_source(self, name: str) -> TokenConsumer:
+    def _open_log(self, source: str) -> TokenConsumer:
+        """Of that other gateway, or of this one (empty)."""
         return TokenConsumer(
             self._bus,
-            name,
+            source or self._consumer,
             on_frame=self.on_frame,
             on_recorded=self._take,
-            replay_from=lambda: self._oldest_of(name),
-            on_replayed=lambda: self._on_replayed(name),
+            replay_from=lambda: self._oldest(source),
+            on_replayed=lambda: self._on_replayed(source),
             pending_frames=self._settings.pending_frames,
         )
 
@@ -353,14 +346,14 @@ class Generations:
         for generation in self._by_id.values():
             generation.begins_behind(number)
 
-    def _oldest(self) -> StartPosition | None:
-        return self._counted(item.own_begin for item in self._by_id.values())
-
-    def _oldest_of(self, source: str) -> StartPosition | None:
-        return self._counted(item.begin for item in self._by_id.values() if source in item.sources)
-
-    def _counted(self, begins: Iterable[StartPosition | None]) -> StartPosition | None:
-        oldest = earliest(begin for begin in begins if begin is not None)
+    def _oldest(self, source: str) -> StartPosition | None:
+        """Where the log of that other gateway, or of this one (empty), is to be read from; None: it need not be."""
+        generations = self._by_id.values()
+        if source:
+            begins = [item.begin for item in generations if source in item.sources]
+        else:
+            begins = [item.own_begin for item in generations if item.own_begin is not None]
+        oldest = earliest(begins)
         if oldest is not None:
             self._metrics.replays.inc()
         return oldest
@@ -469,7 +462,7 @@ class Generations:
         if generation.overdue(time.monotonic()):
             whole = self._settings.request_timeout
             error = DeadlineExceeded(f"The generation took longer than {whole:g} s; ask for fewer tokens (max_tokens).")
-        elif generation.tokens or (self._rings is not None and self._rings.has_ready_group(model)):
+        elif generation.tokens or self._rings.has_ready_group(model):
             error = DeadlineExceeded(f"No token came within {seconds:g} s; try again later.", retry_after=5)
         else:
             error = NoGroupAvailable(

@@ -81,10 +81,6 @@ class LargeRecords:
             log.info("large_record_gone", generation_id=outline.identity)
         return record
 
-    async def trimmed(self) -> None:
-        """Waits until what is beyond a quota has gone, as far as it is being looked for."""
-        await self._trimmed.looked()
-
 
 def outline_of(record: GenerationRecord, parts: int) -> GenerationRecord:
     """What stands in the journal of a record that lies beside it in so many parts. Pure.

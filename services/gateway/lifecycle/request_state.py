@@ -192,10 +192,21 @@ class RequestState:
         return self.ended or not self.owned
 
     @property
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Of its prompts, and those of them that were found in the KV cache: each prompt once, however many choices
+        share it."""
+        lengths: dict[int, int] = {}
+        cached: dict[int, int] = {}
+        for item in self.generations:
+            prompt = item.request.prompt
+            lengths[id(prompt)] = len(prompt)
+            cached[id(prompt)] = max(cached.get(id(prompt), 0), item.cached_tokens)
+        return sum(lengths.values()), sum(cached.values())
+
+    @property
     def cost(self) -> int:
-        """Tokens that it has come to: each prompt once, however many choices share it."""
-        prompts = {id(item.request.prompt): len(item.request.prompt) for item in self.generations}
-        return sum(prompts.values()) + sum(len(item.tokens) for item in self.generations)
+        """Tokens that it has come to."""
+        return self.prompt_tokens[0] + sum(len(item.tokens) for item in self.generations)
 
 
 def requests_of(record: GenerationRecord) -> list[GenerationRequest]:

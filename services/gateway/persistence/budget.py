@@ -24,11 +24,14 @@ LARGE = 64 << 10
 class ByteBudget:
     """Bytes that are used up, and never given back."""
 
-    def __init__(self, limit: Limit, most: int | None = None) -> None:
-        """`most`: the limit as it is set."""
+    def __init__(
+        self, limit: Limit, most: int | None = None, hold: Callable[[int], object] = lambda size: None
+    ) -> None:
+        """`most`: the limit as it is set; `hold` is told what is used, before it is."""
         self.limit = limit
         self.most = limit.value if most is None else most
         self.used = 0
+        self._hold = hold
 
     @property
     def left(self) -> int:
@@ -41,6 +44,7 @@ class ByteBudget:
 
     def use(self, size: int) -> None:
         """For what is cut short by `left`, and refused by nothing here."""
+        self._hold(size)
         self.used += size
 
     def charge(self, size: int, param: str | None = None) -> None:
@@ -59,44 +63,25 @@ class _Holding:
 
     def __init__(self, pool: TenantPool, tenant: str) -> None:
         self._pool, self._tenant = pool, tenant
-        self._size = 0
+        self._items = self._read = 0
 
-    def take(self, size: int) -> None:
+    def add_items(self, size: int) -> None:
         """Raises `QueueFull` where others hold too much."""
-        self._pool.take(self._tenant, size, self._size)
-        self._size += size
+        self._take(size)
+        self._items += size
 
-    def give_back(self, size: int | None = None) -> None:
-        """None: all."""
-        size = self._size if size is None else size
-        self._pool.give_back(self._tenant, size)
-        self._size -= size
+    def read(self, size: int) -> None:
+        """What was read last is held until the next is. Raises as `add_items`."""
+        self._pool.give_back(self._tenant, self._read)
+        self._read = 0
+        self._take(size)
+        self._read = size
 
+    def _take(self, size: int) -> None:
+        self._pool.take(self._tenant, size, self._items + self._read)
 
-class _Items(ByteBudget):
-    def __init__(self, most: int, holding: _Holding) -> None:
-        super().__init__(limits.HISTORY_BYTES, most)
-        self._holding = holding
-
-    def use(self, size: int) -> None:
-        self._holding.take(size)
-        super().use(size)
-
-
-class _Reads(ByteBudget):
-    """The last one that was read is held, until the next one is."""
-
-    def __init__(self, holding: _Holding) -> None:
-        super().__init__(limits.HISTORY_READS)
-        self._holding = holding
-        self._last = 0
-
-    def use(self, size: int) -> None:
-        self._holding.give_back(self._last)
-        self._last = 0
-        self._holding.take(size)
-        self._last = size
-        super().use(size)
+    def give_back(self) -> None:
+        self._pool.give_back(self._tenant, self._items + self._read)
 
 
 class HistoryBudget:
@@ -106,8 +91,8 @@ class HistoryBudget:
     def __init__(self, most: int, pool: TenantPool, tenant: str) -> None:
         """`most`: bytes of items."""
         self._holding = _Holding(pool, tenant)
-        self.items = _Items(most, self._holding)
-        self.reads = _Reads(self._holding)
+        self.items = ByteBudget(limits.HISTORY_BYTES, most, self._holding.add_items)
+        self.reads = ByteBudget(limits.HISTORY_READS, hold=self._holding.read)
 
     def __enter__(self) -> Self:
         return self
@@ -116,17 +101,9 @@ class HistoryBudget:
         self._holding.give_back()
 
 
-class HistoryBudgets:
-    """Those of one gateway."""
-
-    def __init__(self, most: int, held: int) -> None:
-        """Bytes of items that may be had of what is stored: `most` by one request, `held` by all at a time."""
-        self._most = most
-        self._pool = TenantPool(Bound(limits.HISTORY_HELD, held), "stored items")
-
-    def budget(self, tenant: str) -> HistoryBudget:
-        """For one request, which holds its items until it leaves the context."""
-        return HistoryBudget(self._most, self._pool, tenant)
+def history_pool(most: int) -> TenantPool:
+    """`most`: bytes of stored items that the requests of a gateway hold at a time."""
+    return TenantPool(Bound(limits.HISTORY_HELD, most), "stored items")
 
 
 async def beside_loop(cost: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

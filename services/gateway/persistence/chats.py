@@ -7,6 +7,7 @@ and the metadata, which can be changed.
     delete:  tombstone of the answer ──▶ entry gone
 """
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -50,10 +51,7 @@ class ChatIndex:
 
     async def change(self, identity: str, tenant: str, metadata: dict[str, str]) -> StoredChat | None:
         """None where there is no entry."""
-
-        def described(chat: StoredChat) -> StoredChat:
-            return msgspec.structs.replace(chat, metadata=metadata)
-
+        described = partial(msgspec.structs.replace, metadata=metadata)
         return await self.bucket.change(tenant, identity, described, f"the chat completion {identity}")
 
     async def remove(self, identity: str, tenant: str) -> None:
@@ -135,17 +133,17 @@ def shown_messages(chat_id: str, messages: bytes) -> list[ShownMessage]:
     found = []
     for place, message in enumerate(given):
         parts = message.get("content") if isinstance(message.get("content"), list) else None
-        said = {key: value for key, value in message.items() if value is not None and key != "content"}
+        said = {key: value for key, value in _given(message).items() if key != "content"}
         text = "".join(part.get("text") or "" for part in parts) if parts is not None else message["content"]
         identity = f"{chat_id}-{place}"
         shown = {"id": identity, "content": text, "refusal": None, **said}
-        shown["content_parts"] = None if parts is None else [_part(part) for part in parts]
+        shown["content_parts"] = None if parts is None else [_given(part) for part in parts]
         found.append(ShownMessage(identity, float(place), shown))
     return found
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if value is not None}
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 _PREFIX = PREFIXES["chat.completions"]

@@ -64,15 +64,13 @@ class ResponseArchive:
             await writing.wait()
 
     async def _write(self, answer: RequestState) -> None:
-        pause = PAUSE
-        for _ in range(TRIES):
+        for tries in range(TRIES):
             try:
                 await self._shelf(answer.record).put(answer)
                 return
             except RyzansteinError as error:
                 log.warning("response_store_failed", generation=answer.public_id, error=str(error))
-            await asyncio.sleep(pause)
-            pause *= 2
+            await asyncio.sleep(PAUSE * 2**tries)
 
     async def has(self, record: GenerationRecord) -> bool:
         """Whether it is kept, or was deleted. Raises `BrokerUnavailable`."""

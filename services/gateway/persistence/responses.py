@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.gateway.core.errors import RouteError
+from services.gateway.core.tenant_pool import TenantPool
 from services.gateway.lifecycle.request_state import PREFIXES, RequestState, parse
 from services.gateway.lifecycle.request_tracker import RequestTracker
-from services.gateway.persistence.budget import ByteBudget, HistoryBudget, HistoryBudgets, beside_loop
+from services.gateway.persistence.budget import ByteBudget, HistoryBudget, beside_loop
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.items import ResponseTurn, StoredItem, split, turn_of
 from services.gateway.persistence.keeper import ResponseArchive, answer_of
@@ -145,8 +146,9 @@ class StoredTurns(NamedTuple):
 
     responses: ResponseLookup
     conversations: Conversations
-    budgets: HistoryBudgets
+    most: int  # bytes of stored items, by one request
+    pool: TenantPool  # of all requests
 
     def budget(self, tenant: str) -> HistoryBudget:
-        """As `HistoryBudgets.budget`."""
-        return self.budgets.budget(tenant)
+        """For one request, which holds its items until it leaves the context."""
+        return HistoryBudget(self.most, self.pool, tenant)

@@ -88,10 +88,6 @@ class ResponseStore:
         if head is not None and head.key != tenant_key(tenant, identity):  # a version before wrote it
             await self.bucket.purge(head.key)
 
-    async def trimmed(self) -> None:
-        """Waits until what is beyond a quota has gone, as far as it is being looked for."""
-        await self._trimmed.looked()
-
     async def _read(self, identity: str, tenant: str, head: ResponsePart) -> bytes | None:
         parts = [head.data]
         for number in range(1, head.parts):

@@ -65,11 +65,6 @@ def take(window: Spent, now: float, *, needed: int, wanted: int, limit: int) -> 
     return Take(_add(window, granted), granted, 0.0)
 
 
-def charge(window: Spent, now: float, amount: int) -> Spent:
-    """Counts what was spent beyond what had been granted: the window may be over its limit then."""
-    return _add(advanced(window, now), amount)
-
-
 def give_back(window: Spent, second: int, amount: int) -> Spent:
     """Takes back what was granted in `second` and not spent; where that counts no longer there is nothing to do."""
     index = len(window.slots) - 1 - (window.newest - second)
@@ -129,7 +124,7 @@ class LimitAccount:
         if now >= self._until or self._left < amount:
             return None
         self._left -= amount
-        self._measure(amount, now)
+        self._spent_lately, self._measured_at = self._rate(now) + amount, now
         return self._granted_in
 
     def shut(self, amount: int, now: float) -> float:
@@ -155,10 +150,11 @@ class LimitAccount:
         Nothing is changed here before `applied`: somebody else may be first, then it is done with a newer window.
         """
         window = advanced(window, now)
-        for second, unspent in self._all_returns():
+        # A new share takes the place of the old one, whose rest goes back.
+        for second, unspent in (*self._returns.items(), (self._granted_in, self._left)):
             window = give_back(window, second, unspent)
-        if self._overspent:
-            window = charge(window, now, self._overspent)
+        if self._overspent:  # beyond what had been granted: the window may be over its limit then
+            window = _add(window, self._overspent)
         if not amount:
             return Take(window, 0, 0.0)
         wanted = max(amount, self.waiting, math.ceil(self._rate(now) * LEASE))
@@ -176,17 +172,6 @@ class LimitAccount:
         """What could be granted, as far as this gateway knows."""
         left = self._left if now < self._until else 0
         return max(0, self.limit - used(self.window, now) + left)
-
-    def _all_returns(self) -> list[tuple[int, int]]:
-        """A new share takes the place of the old one, whose rest goes back."""
-        returns = list(self._returns.items())
-        if self._left:
-            returns.append((self._granted_in, self._left))
-        return returns
-
-    def _measure(self, amount: int, now: float) -> None:
-        self._spent_lately = self._rate(now) + amount
-        self._measured_at = now
 
     def _rate(self, now: float) -> float:
         """About what was spent within the last second."""

@@ -37,11 +37,6 @@ _MARK = secrets.token_hex(16)  # a text that stands nowhere else
 SPARSE = "sparse_tokens"
 
 
-def with_sparse(details: dict[str, int], tokens: int) -> dict[str, int]:
-    """`details` of a usage, in any API, with `sparse_tokens` where there are any."""
-    return details | {SPARSE: tokens} if tokens else details
-
-
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request; `cached_tokens` of the prompt were found in the KV cache, and `sparse_tokens` of either,
     where there are any, have not read everything before them."""
@@ -70,8 +65,9 @@ class Usage(msgspec.Struct, frozen=True):
             "accepted_prediction_tokens": predicted,
             "rejected_prediction_tokens": rejected,
         }
-        if sparse is not NO_SPARSE:
-            of_prompt, of_output = (with_sparse(of_prompt, sparse.prompt), with_sparse(of_output, sparse.output))
+        for details, tokens in ((of_prompt, sparse.prompt), (of_output, sparse.output)):
+            if tokens:
+                details[SPARSE] = tokens
         return cls(prompt, completion, prompt + completion, of_prompt, of_output)
 
     @property
@@ -353,7 +349,7 @@ def chat_delta(text: str, reasoning: str, calls: Sequence[CallDelta], parsing: P
     if calls and parsing.legacy:
         fields["function_call"] = _function(calls[0])
     elif calls:
-        fields["tool_calls"] = [_begun(call) if call.id else _more(call) for call in calls]
+        fields["tool_calls"] = [{"index": call.index, **_called(call)} for call in calls]
     return fields
 
 
@@ -365,19 +361,14 @@ def chat_message(text: str, reasoning: str, calls: Sequence[CallDelta], parsing:
     if calls and parsing is not None and parsing.legacy:
         fields["function_call"] = _function(calls[0])
     elif calls:
-        fields["tool_calls"] = [
-            {name: value for name, value in _begun(call).items() if name != "index"} for call in calls
-        ]
+        fields["tool_calls"] = [_called(call) for call in calls]
     return fields
 
 
-def _begun(call: CallDelta) -> dict[str, Any]:
+def _called(call: CallDelta) -> dict[str, Any]:
     kind = "custom" if call.custom else "function"
-    return {"index": call.index, "id": call.id, "type": kind, kind: _function(call)}
-
-
-def _more(call: CallDelta) -> dict[str, Any]:
-    return {"index": call.index, "custom" if call.custom else "function": _function(call)}
+    named = {"id": call.id, "type": kind} if call.id else {}
+    return {**named, kind: _function(call)}
 
 
 def _function(call: CallDelta) -> dict[str, str]:

@@ -33,23 +33,15 @@ class PromptProgress(msgspec.Struct, frozen=True):
 def progress_of(answer: RequestState, now: float) -> PromptProgress | None:
     """None while nothing was told, and from the first token on. `now`: unix seconds. Each prompt counts once, however
     many choices share it."""
-    for generation in answer.generations:
-        if generation.computing:
-            break
-    else:
+    if not any(generation.computing for generation in answer.generations):
         return None
-    lengths: dict[int, int] = {}
-    cached: dict[int, int] = {}
     computed: dict[int, int] = {}
     for generation in answer.generations:
         prompt = generation.request.prompt
-        key, length = id(prompt), len(prompt)
-        done = length if generation.tokens or generation.ended else generation.computed
-        lengths[key] = length
-        cached[key] = max(cached.get(key, 0), generation.cached_tokens)
-        computed[key] = max(computed.get(key, 0), done)
+        done = len(prompt) if generation.tokens or generation.ended else generation.computed
+        computed[id(prompt)] = max(computed.get(id(prompt), 0), done)
     elapsed = max(0, round(1000 * (now - answer.record.created)))
-    return PromptProgress(sum(lengths.values()), sum(cached.values()), sum(computed.values()), elapsed)
+    return PromptProgress(*answer.prompt_tokens, sum(computed.values()), elapsed)
 
 
 def tell_progress(headers: MutableMapping[str, str], answer: RequestState, now: float) -> None:

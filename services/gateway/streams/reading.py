@@ -182,8 +182,7 @@ class Reading:
         async with self._runs.reading(answer, self._answers) as run:
             response = await run.current()
         record = answer.record
-        error = next((item.error for item in answer.generations if item.error is not None), None)
-        shown = error if error is not None and not run.finished else None
+        errors = [item.error for item in answer.generations if item.error is not None and not run.finished]
         return GenerationState(
             id=answer.public_id,
             object="generation",
@@ -192,7 +191,7 @@ class Reading:
             endpoint=record.endpoint,
             status=_status(answer, run),
             position=run.position,
-            error=None if shown is None else describe(shown, request_id).error,
+            error=describe(errors[0], request_id).error if errors else None,
             response=msgspec.Raw(response),
         )
 

@@ -521,18 +521,12 @@ class StreamReader:
             metrics.generation.observe(time.perf_counter() - self._began)
 
     def _usage(self) -> Usage:
-        """Each prompt counts once, however many choices share it."""
-        lengths: dict[int, int] = {}
-        cached: dict[int, int] = {}
-        for generation in self.answer.generations:
-            prompt = generation.request.prompt
-            lengths[id(prompt)] = len(prompt)
-            cached[id(prompt)] = max(cached.get(id(prompt), 0), generation.cached_tokens)
+        prompts, cached = self.answer.prompt_tokens
         tokens = sum([output.tokens for output in self._outputs])
         prediction = self.answer.generations[0].request.prediction
         predicted = self._predictions(prediction) if prediction else (0, 0)
         sparse = self._sparse() if self.answer.generations[0].request.sparse is not None else NO_SPARSE
-        return Usage.of(sum(lengths.values()), tokens, sum(cached.values()), *predicted, sparse)
+        return Usage.of(prompts, tokens, cached, *predicted, sparse)
 
     def _sparse(self) -> SparseTokens:
         """Tokens that have not read everything before them; each prompt counts once."""

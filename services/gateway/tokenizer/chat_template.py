@@ -106,7 +106,7 @@ class ChatTemplate:
         """The prompt for the assistant's next message. Raises `InvalidParameter` when the template refuses."""
         options = options or TemplateOptions()
         try:
-            text = self._render(messages, tools, options)
+            text = self._render(TemplateInput(messages, tools, options))
         except _REFUSALS as error:
             raise InvalidParameter(
                 f"The chat template of the model rejects these messages: {str(error)[:_MOST_OF_REASON]}.",
@@ -115,13 +115,11 @@ class ChatTemplate:
             ) from None
         return _cut_behind(messages[-1].get("content"), text) if options.continue_final else text
 
-    def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
-    ) -> tuple[str, list[Span]]:
+    def render_marked(self, conversation: TemplateInput) -> tuple[str, list[Span]]:
         """As `render`, with the spans of the text that the template puts into `{% generation %}` blocks."""
         self._generation.mark = mark = f"\ue000{secrets.token_hex(12)}\ue000"  # nobody can send it
         try:
-            parts = self.render(messages, tools, options).split(mark)
+            parts = self.render(*conversation).split(mark)
         finally:
             self._generation.mark = ""
         ends = list(accumulate(map(len, parts)))
@@ -130,13 +128,12 @@ class ChatTemplate:
     def tries(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """As `render`, and None when the template refuses."""
         try:
-            return self._render(messages, tools, TemplateOptions())
+            return self._render(TemplateInput(messages, tools))
         except _REFUSALS:
             return None
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
-    ) -> str:
+    def _render(self, conversation: TemplateInput) -> str:
+        messages, tools, options = conversation
         return self._template.render(
             {
                 **self._special_tokens,
@@ -263,19 +260,16 @@ class InProcess:
         self._template, self._with_tools = compiled(templates)
         self.traits = traits_of(self._with_tools)
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
-        tenant: str = "",
-    ) -> str:
+    async def render(self, conversation: TemplateInput, tenant: str = "") -> str:
         """Raises `InvalidParameter`."""
-        return (self._template if tools is None else self._with_tools).render(messages, tools, options)
+        return self._for(conversation).render(*conversation)
 
     async def turns(self, conversation: TemplateInput, trained: Sequence[int], tenant: str = "") -> list[Turns]:
         """Raises `InvalidParameter`."""
-        return turns_of(self._template if conversation.tools is None else self._with_tools, conversation, trained)
+        return turns_of(self._for(conversation), conversation, trained)
+
+    def _for(self, conversation: TemplateInput) -> ChatTemplate:
+        return self._template if conversation.tools is None else self._with_tools
 
 
 def _to_json(

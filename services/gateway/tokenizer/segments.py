@@ -49,7 +49,7 @@ class Segments:
         added = [entry for entry in tokenizer.get_added_tokens_decoder().values() if not entry.normalized]
         self._begins = frozenset(entry.content for entry in added if entry.special)
         joins = any(entry.lstrip or entry.rstrip or entry.single_word for entry in added)
-        self._pattern = None if joins or not self._begins else _longest(entry.content for entry in added)
+        self._pattern = None if joins or not self._begins else longest_of(entry.content for entry in added)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, nothing put around it."""
@@ -122,7 +122,7 @@ def _name(segment: str) -> bytes:
         return b""
 
 
-def _longest(texts: Iterable[str]) -> "re.Pattern[str]":
+def longest_of(texts: Iterable[str]) -> "re.Pattern[str]":
     """Finds the leftmost of `texts`, and there the longest, in time that does not grow with their number."""
     tree: dict[str, Any] = {}
     for text in texts:
@@ -130,7 +130,7 @@ def _longest(texts: Iterable[str]) -> "re.Pattern[str]":
         for char in text:
             node = node.setdefault(char, {})
         node[""] = {}
-    return re.compile(_alternatives(tree))
+    return re.compile(_alternatives(tree) if tree else r"(?!)")
 
 
 def _alternatives(node: Mapping[str, Any]) -> str:

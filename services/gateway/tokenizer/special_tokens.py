@@ -10,9 +10,10 @@ are encoded apart, and none has a special token that the template has not writte
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from services.gateway.tokenizer.segments import longest_of
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parser import REASONING
 
@@ -42,8 +43,9 @@ class SpecialText:
     """For the special tokens of one model. Pure."""
 
     def __init__(self, specials: Collection[str]) -> None:
-        self._all = _pattern(specials)
-        self._unwritten = _pattern([text for text in specials if text not in _WRITTEN])
+        cut = [text for text in specials if len(text) > 1]  # of one character there is nothing to cut
+        self._all = longest_of(cut)
+        self._unwritten = longest_of(text for text in cut if text not in _WRITTEN)
 
     def marked(
         self,
@@ -133,23 +135,3 @@ def _texts(value: Any) -> list[str]:
             inside += one
             inside += one.values()
     return found
-
-
-def _pattern(texts: Iterable[str]) -> "re.Pattern[str]":
-    """Finds any of `texts` that has two characters or more, in time that does not grow with their number."""
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for char in text if len(text) > 1 else "":
-            node = node.setdefault(char, {})
-        if node is not tree:
-            node[""] = {}
-    return re.compile(_alternatives(tree) if tree else r"(?!)")
-
-
-def _alternatives(node: Mapping[str, Any]) -> str:
-    """The regular expression of a tree of characters; where a text ends, what is longer need not be looked at."""
-    if "" in node:
-        return ""
-    branches = [re.escape(char) + _alternatives(inner) for char, inner in node.items()]
-    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -120,16 +120,10 @@ class TemplateProcess:
         if self.refused:
             await self.close()
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
-        tenant: str = "",
-    ) -> str:
+    async def render(self, conversation: TemplateInput, tenant: str = "") -> str:
         """The prompt, in the turn of `tenant`. Raises `InvalidParameter`, which names the limit that was passed, if one
         was; `QueueFull`."""
-        return (await self._rendered(TemplateInput(messages, tools, options), tenant)).text
+        return (await self._rendered(conversation, tenant)).text
 
     async def turns(self, conversation: TemplateInput, trained: Sequence[int], tenant: str = "") -> list[Turns]:
         """See `turns_of`; all its renderings together are one under the limits. Raises as `render`."""

@@ -75,13 +75,7 @@ class Renderer(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
-        tenant: str = "",
-    ) -> str:
+    async def render(self, conversation: TemplateInput, tenant: str = "") -> str:
         """The prompt, in the turn of `tenant`. Raises `InvalidParameter`, `QueueFull`."""
         ...
 

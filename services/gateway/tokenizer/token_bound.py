@@ -34,7 +34,6 @@ class TokenizerJson(msgspec.Struct):
     normalizer: Any = None
     pre_tokenizer: Any = None
     decoder: Any = None
-    added_tokens: Any = None
 
 
 class TokenBound:

@@ -20,7 +20,7 @@ from services.gateway.tokenizer.detokenizer import (
 )
 from services.gateway.tokenizer.encoding import INLINE, Encoding
 from services.gateway.tokenizer.segments import Segments
-from services.gateway.tokenizer.special_tokens import Marked, SpecialText, pieces
+from services.gateway.tokenizer.special_tokens import SpecialText, pieces
 from services.gateway.tokenizer.templates import (
     Renderer,
     TemplateInput,
@@ -130,41 +130,36 @@ class ModelTokenizer:
     ) -> Rendered:
         """The conversation as the text of a prompt. Raises `InvalidParameter`, `QueueFull`."""
         if self._renderer is None:
-            raise InvalidParameter(
+            raise _no_template(
                 "This model has no chat template: it completes texts, and cannot hold conversations. Send a prompt to "
-                "/v1/completions, or put a chat_template.jinja beside the model's files and serve it again.",
-                param="messages",
-                reason="no_chat_template",
+                "/v1/completions, or put a chat_template.jinja beside the model's files and serve it again."
             )
-        marked, options = await self._marked(TemplateInput(messages, tools, options or _PLAIN))
-        text = await self._renderer.render(marked.messages, marked.tools, options, self._tenant)
-        return Rendered(pieces(text, marked.mark))
+        conversation, mark = await self._marked(TemplateInput(messages, tools, options or _PLAIN))
+        return Rendered(pieces(await self._renderer.render(conversation, self._tenant), mark))
 
-    async def _marked(self, conversation: TemplateInput) -> tuple[Marked, TemplateOptions]:
+    async def _marked(self, conversation: TemplateInput) -> tuple[TemplateInput, str]:
+        """The conversation for its template, and what its special texts are marked with."""
         messages, tools, options = conversation
         size = 0
         for message in messages:
             size += _EACH + len(message.get("content") or "")
-        mark = functools.partial(self._special_text.marked, messages, tools, options.variables)
-        marked = mark() if size <= INLINE else await self._beside(size, mark)
-        return marked, msgspec.structs.replace(options, variables=marked.variables) if marked.mark else options
+        marked = await self._beside(size, lambda: self._special_text.marked(messages, tools, options.variables))
+        if not marked.mark:
+            return conversation, ""
+        options = msgspec.structs.replace(options, variables=marked.variables)
+        return TemplateInput(marked.messages, marked.tools, options), marked.mark
 
     async def render_turns(self, conversation: TemplateInput, trained: Sequence[int]) -> list[TrainedText]:
         """The texts in which the assistant's messages `trained` (their indices) are learned. Raises
         `InvalidParameter`, `QueueFull`."""
         if self._renderer is None:
-            raise InvalidParameter(
+            raise _no_template(
                 "This model has no chat template, so it learns no conversations: send lines of 'prompt' and "
-                "'completion'.",
-                param="messages",
-                reason="no_chat_template",
+                "'completion'."
             )
-        marked, options = await self._marked(conversation)
-        conversation = TemplateInput(marked.messages, marked.tools, options)
+        conversation, mark = await self._marked(conversation)
         found = await self._renderer.turns(conversation, trained, self._tenant)
-        return [
-            TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt) for turns in found
-        ]
+        return [TrainedText(pieces_of(turns, mark, self._special), False, turns.unlike_prompt) for turns in found]
 
     async def encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
         """Each text with what is trained of it; beside the event loop, however small they are. `end`: the token that is
@@ -285,6 +280,10 @@ class ModelTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; part of a character, perhaps."""
         return self._bytes.of(token)
+
+
+def _no_template(message: str) -> InvalidParameter:
+    return InvalidParameter(message, param="messages", reason="no_chat_template")
 
 
 def _end_of(encoding: tokenizers.Encoding, count: int, size: int, token: int) -> int:

@@ -20,14 +20,14 @@ Pure.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.tokenizer.special_tokens import piece_spans
-from services.gateway.tokenizer.templates import Span, TemplateInput, TemplateOptions, Turns
+from services.gateway.tokenizer.templates import Span, TemplateInput, Turns
 
 
 class MarkedTemplate(Protocol):
@@ -36,9 +36,7 @@ class MarkedTemplate(Protocol):
         """What the model's thoughts stand between; empty: it does not think."""
         ...
 
-    def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
-    ) -> tuple[str, list[Span]]:
+    def render_marked(self, conversation: TemplateInput) -> tuple[str, list[Span]]:
         """The text, and what lies in its `{% generation %}` blocks. Raises `InvalidParameter`."""
         ...
 
@@ -61,13 +59,14 @@ def turns_of(template: MarkedTemplate, conversation: TemplateInput, trained: Seq
 
 
 def _turn(template: MarkedTemplate, conversation: TemplateInput, index: int) -> Turns:
-    messages, tools, options = conversation
-    before = messages[:index]
+    messages, before = conversation.messages, conversation.messages[:index]
+    options = msgspec.structs.replace(conversation.options, continue_final=False)
     asked, plain = (
-        msgspec.structs.replace(options, add_generation_prompt=asked, continue_final=False) for asked in (True, False)
+        conversation._replace(options=msgspec.structs.replace(options, add_generation_prompt=asked))
+        for asked in (True, False)
     )
-    prompt, marked_before = template.render_marked(before, tools, asked)
-    text, marked = template.render_marked(messages[: index + 1], tools, plain)
+    prompt, marked_before = template.render_marked(asked._replace(messages=before))
+    text, marked = template.render_marked(plain._replace(messages=messages[: index + 1]))
     thoughts = str(messages[index].get("reasoning_content") or "")
     text = _behind_prompt(prompt, text, thoughts, *template.thought)
     if text.startswith(prompt):
@@ -75,7 +74,7 @@ def _turn(template: MarkedTemplate, conversation: TemplateInput, index: int) -> 
     begin = _common(prompt, text)
     if len(marked) > len(marked_before):
         return Turns(text, [(marked[len(marked_before)][0], len(text))], prompt[begin:])
-    history, _ = template.render_marked(before, tools, plain)
+    history, _ = template.render_marked(plain._replace(messages=before))
     if not text.startswith(history) or not len(history) <= begin < len(text):
         raise InvalidParameter(
             "The chat template of the model shows the messages before an answer in another way when the answer stands "

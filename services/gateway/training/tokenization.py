@@ -133,7 +133,7 @@ class TrainingFileReader:
         card, tokenizer = self._base
         try:
             return [
-                text if isinstance(text, TextLine) else conversation_of(text.request, card, tokenizer.traits)
+                text if isinstance(text, TextLine) else conversation_of(text, card, tokenizer.traits)
                 for text in texts_of(line.data, self._method)
             ]
         except InvalidParameter as error:

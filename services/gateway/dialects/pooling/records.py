@@ -1,7 +1,6 @@
 """From a rerank, score or classify request to its record: each prompt a generation without output, whose one entry
 has the vector that its score is made of."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,10 @@ from services.gateway.dialects.pooling.schemas import (
     check_lengths,
     pairs_of,
 )
-from services.gateway.intake.prompts.embeddings import check_together
-from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
+from services.gateway.intake.prompts.embeddings import pooled_record
 from services.gateway.intake.record import Context, RunDependencies
-from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from shared.messages import GenerationRequest, ModelCard
+from shared.messages import ModelCard
 from shared.messages.records import GenerationRecord, Scoring
 
 
@@ -65,48 +62,15 @@ def _record(
     context: Context,
     parts: RunDependencies,
 ) -> GenerationRecord:
-    started_at, settings = time.time(), parts.settings
-    check_together([prompt.tokens for prompt in made.prompts], settings.generation_bytes)
-    identity = new_identity(parts.answers.writer, started_at)
-    wanted: dict[str, dict[str, Any]] = {
+    of_way: dict[str, dict[str, Any]] = {
         "classes": {"classify": True},
         "answers": {"logprob_token_ids": list(made.answers)},
         "vectors": {"embed": True},
     }
-    wires = [
-        GenerationRequest(
-            generation_id=f"{identity}-{index}",
-            request_id=context.request_id,
-            model=card.model,
-            consumer=parts.answers.consumer,
-            prompt=prompt.tokens,
-            max_tokens=1,
-            session=session_of(context.tenant, context.session, context.model.adapter),
-            lane=context.lane,
-            tenant=context.tenant,
-            deadline=started_at + settings.token_timeout,
-            cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
-            priority=request.priority or 0,
-            adapter=context.model.adapter,
-            second_segment=prompt.second_segment,
-            **wanted[made.way],
-        )
-        for index, prompt in enumerate(made.prompts)
-    ]
-    return GenerationRecord(
-        identity=identity,
-        endpoint=_endpoint(request),
-        created=started_at,
-        requests=wires,
-        prompts=len(wires),
-        background=context.background,
-        idempotency=context.idempotency,
-        tenant=context.tenant,
-        user=request.user or "",
-        adapter=context.model.name,
-        scoring=scoring,
-        texts=list(texts),
-    )
+    fields = {"priority": request.priority or 0, **of_way[made.way]}
+    wanted = [{"prompt": prompt.tokens, "second_segment": prompt.second_segment, **fields} for prompt in made.prompts]
+    shown = {"user": request.user or "", "scoring": scoring, "texts": list(texts)}
+    return pooled_record(_endpoint(request), wanted, card, context, parts, **shown)
 
 
 def _endpoint(request: ScoringRequest) -> str:

@@ -3,13 +3,12 @@ Pure.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, renamed, unsupported
 from services.gateway.intake import validation
-from services.gateway.intake.fine_tuning.schemas import ConversationLine, Line, PreferenceLine, TextLine, line_of
+from services.gateway.intake.fine_tuning.schemas import ConversationLine, PreferenceLine, TextLine, line_of
 from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateInput, Traits
@@ -20,52 +19,43 @@ from shared.messages.training import TrainingMethod
 _replace = msgspec.structs.replace
 
 
-class ChatText(NamedTuple):
-    """A conversation that was checked. Its messages are `TrainedMessage`s."""
-
-    request: ChatCompletionRequest
-
-
-Text = ChatText | TextLine
+# One that was checked; the messages of a conversation are `TrainedMessage`s.
+Text = ChatCompletionRequest | TextLine
 
 
 def texts_of(data: bytes, method: TrainingMethod) -> list[Text]:
     """What a line holds, checked as far as that needs no model: one text, of `dpo` the preferred one and the other.
     Raises `InvalidParameter`."""
-    line: Line = line_of(data, method)
+    line = line_of(data, method)
     if isinstance(line, TextLine):
         return [line]
     if isinstance(line, PreferenceLine):
-        return list(_pair(line))
+        return _pair(line)
     _check_weights(line.messages)
-    return [ChatText(_request(line, line.messages))]
+    return [_request(line, line.messages)]
 
 
-def _pair(line: PreferenceLine) -> tuple[ChatText, ChatText]:
+def _pair(line: PreferenceLine) -> list[Text]:
     outputs = (("preferred_output", line.preferred_output), ("non_preferred_output", line.non_preferred_output))
     for name, output in outputs:
         if len(output) != 1 or output[0].role != "assistant":
-            raise InvalidParameter(
-                f"Invalid '{name}': expected one message with role 'assistant', the answer to 'input'.", param=name
-            )
+            raise InvalidParameter.at(name, "expected one message with role 'assistant', the answer to 'input'.")
     if line.preferred_output == line.non_preferred_output:
-        raise InvalidParameter(
-            "Invalid 'non_preferred_output': it is the same as 'preferred_output', so there is nothing to prefer.",
-            param="non_preferred_output",
+        raise InvalidParameter.at(
+            "non_preferred_output", "it is the same as 'preferred_output', so there is nothing to prefer."
         )
     for index, message in enumerate([*line.input.messages, *(output[0] for _, output in outputs)]):
         if message.weight is not None:
             raise unsupported(f"input.messages[{index}].weight", "a preference pair has none; leave it out")
     context = [_replace(message, weight=0) for message in line.input.messages]
-    first, other = (_ending_with(line.input, context, name, output[0]) for name, output in outputs)
-    return first, other
+    return [_ending_with(line.input, context, name, output[0]) for name, output in outputs]
 
 
-def _ending_with(line: ConversationLine, context: list[TrainedMessage], name: str, output: TrainedMessage) -> ChatText:
+def _ending_with(line: ConversationLine, context: list[TrainedMessage], name: str, output: TrainedMessage) -> Text:
     names = {f"messages[{len(context)}]": f"{name}[0]"}
     names |= {field: f"input.{field}" for field in ("messages", "tools", "functions")}
     with renamed(names, "input"):
-        return ChatText(_request(line, [*context, output]))
+        return _request(line, [*context, output])
 
 
 def _check_weights(messages: list[TrainedMessage]) -> None:
@@ -167,11 +157,11 @@ def check_context(tokens: int, most: int, *, set_by_job: bool) -> None:
 def check_trained(weights: bytes, *, cut: bool) -> None:
     """Raises `InvalidParameter` where nothing is trained."""
     if not any(weights):
-        why = "Nothing that is trained is left of the example where it was cut" if cut else "Nothing of it is trained"
         raise InvalidParameter(
-            f"{why}, so there is nothing to learn; shorten what stands before the answer."
+            "Nothing that is trained is left of the example where it was cut, so there is nothing to learn; shorten "
+            "what stands before the answer."
             if cut
-            else f"{why}: the model's chat template shows nothing of the answer.",
+            else "Nothing of it is trained: the model's chat template shows nothing of the answer.",
             param="messages",
             reason="no_trained_tokens",
         )

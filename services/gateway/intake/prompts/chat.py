@@ -19,7 +19,7 @@ from services.gateway.intake.prompts.conversation import (
     with_instructions,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text
+from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text, check_type
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
@@ -81,23 +81,16 @@ def asked_of(request: ChatCompletionRequest) -> Asked:
 
 
 def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
-    functions = []
-    for index, tool in enumerate(tools):
-        functions.append(_function_of(tool, f"tools[{index}]"))
+    functions = [_function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_functions(functions, "tools[{}].function")
     return tuple(functions)
 
 
 def _function_of(tool: Tool, path: str) -> FunctionDefinition:
-    if tool.type not in ("function", "custom"):
-        raise _wrong_value(f"{path}.type", tool.type, ("function", "custom"))
-    other = "function" if tool.type == "custom" else "custom"
-    if getattr(tool, other) is not None:
-        raise unsupported(f"{path}.{other}", f"the tool is of type '{tool.type}'")
+    check_type(path, tool, "tool")
     if tool.custom is not None:
         return _custom_function(tool.custom, f"{path}.custom")
-    if tool.function is None:
-        raise missing(f"{path}.{tool.type}")
+    assert tool.function is not None, "it was checked"
     return tool.function
 
 
@@ -124,10 +117,10 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
     for index, function in enumerate(functions):
         place = f"tools[{index}].custom" if isinstance(function, CustomFunction) else path.format(index)
         if function.name in seen:
-            raise InvalidParameter(
-                f"Invalid '{place}.name': '{function.name}' is the name of "
-                f"'{path.format(seen[function.name])}' already; use a different name for each function.",
-                param=f"{place}.name",
+            first = path.format(seen[function.name])
+            raise InvalidParameter.at(
+                f"{place}.name",
+                f"'{function.name}' is the name of '{first}' already; use a different name for each function.",
             )
         seen[function.name] = index
         _check_parameters(f"{place}.parameters", function)
@@ -222,13 +215,6 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
     return Asked(picked, functions, required=True, named=True, single=True, legacy=True)
 
 
-def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidParameter:
-    words = ", ".join(f"'{word}'" for word in supported)
-    return InvalidParameter(
-        f"Invalid value: '{value[:64]}'. Supported values are: {words}.", param=path, reason="invalid_value"
-    )
-
-
 def _only_with(name: str, other: str) -> InvalidParameter:
     return InvalidParameter(
         f"Invalid value for '{name}': '{name}' is only allowed when '{other}' are specified.", param=name
@@ -276,24 +262,19 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
     asked = asked_of(request)
     if asked.functions and card.tool_parser == NONE:
         name = "functions" if asked.legacy else "tools"
-        raise InvalidParameter(
-            f"Unsupported parameter: '{name}' is not supported with this model; its tool parser is turned off.",
-            param=name,
-            reason="unsupported_parameter",
-        )
+        raise unsupported(name, "its tool parser is turned off", where="with this model")
     if asked.required and request.min_tokens:
-        raise InvalidParameter(
-            "Unsupported parameter: 'min_tokens' is not supported where a tool call is demanded; leave it out.",
-            param="min_tokens",
-            reason="unsupported_parameter",
-        )
+        raise unsupported("min_tokens", where="where a tool call is demanded")
     known = bool(traits.family or parser_named(card.tool_parser))
     native_calls = traits.calls and known
     native_tools = traits.tools and known
     messages = messages_for_template(
         request.messages, traits, native=native_calls, family=traits.family if native_tools else ""
     )
-    family = _family(card, traits, native_calls or native_tools) if asked.functions else ""
+    family = ""
+    if asked.functions:
+        own = traits.family if native_calls or native_tools else DEFAULT_FAMILY
+        family = parser_named(card.tool_parser) or own
     if family and not native_tools:
         messages = with_instructions(messages, instructions(asked.shown, FAMILIES[family].form), traits)
     return ChatPlan(
@@ -307,10 +288,6 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
         reasoning=reasoning_of(card, traits),
         ignored=ignored_by_template(request, traits),
     )
-
-
-def _family(card: ModelCard, traits: Traits, native: bool) -> str:
-    return parser_named(card.tool_parser) or (traits.family if native else DEFAULT_FAMILY)
 
 
 def reasoning_of(card: ModelCard, traits: Traits) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, too_deep
+from services.gateway.core.errors import InvalidParameter, too_deep, unsupported
 from services.gateway.intake.schemas import IS_TEXT, ChatCompletionRequest, Message, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tool_calls.families import FAMILIES
@@ -99,6 +99,9 @@ def instructions(functions: Sequence[FunctionDefinition], form: str) -> str:
 # --- messages, older and newer form alike ---------------------------------------------------------
 
 
+_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's new name of `system`, its old one of `tool`
+
+
 def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
     """Messages as dicts, their calls as a list of `_Call` under `calls`, results with the name of their function."""
     names: dict[str, str] = {}
@@ -109,7 +112,7 @@ def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
             last = f"function{index}"
             calls = [_Call(last, message.function_call.name, message.function_call.arguments)]
         names |= {call.id: call.name for call in calls}
-        shown: Shown = {"role": _role(message.role), "content": _text(message)}
+        shown: Shown = {"role": _ROLES.get(message.role, message.role), "content": _text(message)}
         identity = last if message.role == "function" else message.tool_call_id
         fields = {
             "name": message.name or names.get(identity or ""),
@@ -128,11 +131,6 @@ def _call_of(call: ToolCall) -> _Call:
         return _Call(call.id, call.custom.name, to_json({INPUT: call.custom.input}))
     assert call.function is not None, "it was checked"
     return _Call(call.id, call.function.name, call.function.arguments)
-
-
-def _role(role: str) -> str:
-    """`developer` is OpenAI's new name of `system`, `function` its old one of `tool`."""
-    return {"developer": "system", "function": "tool"}.get(role, role)
 
 
 def _text(message: Message) -> str | None:
@@ -294,10 +292,8 @@ def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]
                 reason="unsupported_parameter",
             )
         if too_deep(given[name]):
-            raise InvalidParameter(
-                f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()}).",
-                param="chat_template_kwargs",
-            )
+            wrong = f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()})."
+            raise InvalidParameter(wrong, param="chat_template_kwargs")
     looked_at = {name: value for name, value in given.items() if name in traits.variables}
     return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | looked_at
 
@@ -316,12 +312,7 @@ def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
         return {"verbosity": verbosity}
     if verbosity in (None, "medium"):
         return {}
-    raise InvalidParameter(
-        "Unsupported parameter: 'verbosity' is not supported by this server; this model's chat template has none; "
-        "leave it out.",
-        param="verbosity",
-        reason="unsupported_parameter",
-    )
+    raise unsupported("verbosity", "this model's chat template has none; leave it out")
 
 
 def ignored_by_template(request: ChatCompletionRequest, traits: Traits) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ lost. `dimensions` cuts a vector and brings it to length 1 again, as models are 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -70,7 +70,7 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not given:
-        raise _wrong("input", "it is an empty array; send at least one input", "empty_array")
+        raise InvalidParameter.at("input", "it is an empty array; send at least one input.", reason="empty_array")
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]]
     check_size("input", given, limits.EMBEDDING_INPUTS)
@@ -79,7 +79,8 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     for kind in (str, list):
         if all(isinstance(item, kind) for item in given):
             return [item for item in given if not isinstance(item, int)]
-    raise _wrong("input", "it mixes strings, token ids and lists of them; send one kind", "invalid_type")
+    wrong = "it mixes strings, token ids and lists of them; send one kind."
+    raise InvalidParameter.at("input", wrong, reason="invalid_type")
 
 
 def chat_of(request: EmbeddingRequest) -> ChatCompletionRequest:
@@ -110,11 +111,8 @@ def _check_matryoshka(dimensions: int, card: ModelCard) -> None:
     if lengths is None or dimensions in (*lengths, card.embedding_size):
         return
     rest = "and for no others; leave it out" if not lengths else f"or {', '.join(map(str, lengths))}"
-    raise _wrong(
-        "dimensions",
-        f"{card.model} was trained for vectors of {card.embedding_size} numbers {rest}",
-        "unsupported_value",
-    )
+    wrong = f"{card.model} was trained for vectors of {card.embedding_size} numbers {rest}."
+    raise InvalidParameter.at("dimensions", wrong, reason="unsupported_value")
 
 
 async def prompts_of(
@@ -149,7 +147,9 @@ async def prompts_of(
             tokens = one
         tokens = cut(tokens)
         if not tokens:
-            raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
+            raise InvalidParameter.at(
+                name, "it resulted in no token; send at least one character.", reason="empty_prompt"
+            )
         check_length(name, tokens, card, prompt_limit)
         prompts.append(tokens)
     return prompts
@@ -173,7 +173,7 @@ def check_length(name: str, tokens: Sequence[int], card: ModelCard, prompt_limit
         )
 
 
-def check_together(prompts: Sequence[Sequence[int]], most: int) -> None:
+def _check_together(prompts: Sequence[Sequence[int]], most: int) -> None:
     """Raises `PayloadTooLarge` where `prompts` are too much for the queue, whose limit is `most` bytes."""
     tokens = sum(map(len, prompts))
     if tokens * _TOKEN_BYTES > most:
@@ -191,7 +191,7 @@ def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
         return ""
     if name not in card.prompts:
         known = f"it has {', '.join(card.prompts)}" if card.prompts else "it has none"
-        raise _wrong("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out", "invalid_value")
+        raise InvalidParameter.at("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out.")
     return card.prompts[name]
 
 
@@ -223,10 +223,6 @@ def cut_tokens(tokens: list[int], *, count: int, side: str, around: list[int]) -
     return [*tokens[:before], *(inner[:left] if side == "right" else inner[-left:]), *behind]
 
 
-def _wrong(param: str, what: str, reason: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid '{param}': {what}.", param=param, reason=reason)
-
-
 def record_of(
     prompts: Sequence[list[int]],
     request: EmbeddingRequest,
@@ -236,8 +232,23 @@ def record_of(
     endpoint: str = "embeddings",
 ) -> GenerationRecord:
     """The record of a checked request. Raises `PayloadTooLarge`."""
+    wanted = [{"prompt": prompt, "embed": True} for prompt in prompts]
+    shown = {"dimensions": request.dimensions or 0, "user": request.user or "", **encoding_of(request)}
+    return pooled_record(endpoint, wanted, card, context, parts, **shown)
+
+
+def pooled_record(
+    endpoint: str,
+    wanted: Sequence[Mapping[str, Any]],
+    card: ModelCard,
+    context: Context,
+    parts: RunDependencies,
+    **shown: Any,
+) -> GenerationRecord:
+    """The record of generations without output, whose one entry has a vector. `wanted`: fields of each one's request,
+    its prompt among them, beside what all have; `shown`: of the record. Raises `PayloadTooLarge`."""
     started_at, settings = time.time(), parts.settings
-    check_together(prompts, settings.generation_bytes)
+    _check_together([fields["prompt"] for fields in wanted], settings.generation_bytes)
     identity = new_identity(parts.answers.writer, started_at)
     wires = [
         GenerationRequest(
@@ -245,17 +256,16 @@ def record_of(
             request_id=context.request_id,
             model=card.model,
             consumer=parts.answers.consumer,
-            prompt=prompt,
             max_tokens=1,
             session=session_of(context.tenant, context.session, context.model.adapter),
             lane=context.lane,
             tenant=context.tenant,
             deadline=started_at + settings.token_timeout,
-            embed=True,
             cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
             adapter=context.model.adapter,
+            **fields,
         )
-        for index, prompt in enumerate(prompts)
+        for index, fields in enumerate(wanted)
     ]
     return GenerationRecord(
         identity=identity,
@@ -266,10 +276,8 @@ def record_of(
         background=context.background,
         idempotency=context.idempotency,
         tenant=context.tenant,
-        dimensions=request.dimensions or 0,
-        user=request.user or "",
         adapter=context.model.name,
-        **encoding_of(request),
+        **shown,
     )
 
 

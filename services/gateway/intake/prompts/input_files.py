@@ -10,12 +10,12 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence
-from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError, above, missing, unsupported
+from services.gateway.files.files import Files
 from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message
 from shared import limits
 from shared.errors import PayloadTooLarge
@@ -25,16 +25,7 @@ _UNNAMED = "file"
 _KINDS = ((b"%PDF-", "a PDF"), (b"PK\x03\x04", "an archive or an office document"), (b"\x89PNG", "an image"))
 
 
-class FileReader(Protocol):
-    """Where uploaded files are."""
-
-    async def whole(self, file_id: str, tenant: str, most: int) -> tuple[str, bytes]:
-        """A file's name and bytes. Raises `RouteError` where there is none, `PayloadTooLarge` where it has more than
-        `most` bytes, `BrokerUnavailable`."""
-        ...
-
-
-async def with_files_read(request: ChatCompletionRequest, tenant: str, files: FileReader) -> ChatCompletionRequest:
+async def with_files_read(request: ChatCompletionRequest, tenant: str, files: Files) -> ChatCompletionRequest:
     """`request`, which was checked, with the texts of its files in their place. Raises `InvalidParameter`,
     `PayloadTooLarge`, `BrokerUnavailable`."""
     parts = [
@@ -72,7 +63,7 @@ def _replaced(messages: Sequence[Message], texts: dict[int, str]) -> list[Messag
     return replaced
 
 
-async def _bytes_of(file: InputFile, path: str, tenant: str, files: FileReader, room: int) -> tuple[str, bytes]:
+async def _bytes_of(file: InputFile, path: str, tenant: str, files: Files, room: int) -> tuple[str, bytes]:
     if file.file_id and file.file_data:
         raise unsupported(f"{path}.file_data", "the file is named by 'file_id' already")
     too_large = PayloadTooLarge(

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -75,7 +75,7 @@ class Grammars:
 
     async def _ask(self, grammar: Grammar, tenant: str) -> GrammarVerdict:
         job = _Job(tenant, grammar, asyncio.get_running_loop().create_future())
-        self._turns.add(tenant, job, time.monotonic())
+        self._turns.admit(tenant, job, time.monotonic())
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
         return await job.verdict
@@ -113,18 +113,18 @@ MINUTE = 60.0
 Job = TypeVar("Job")
 
 
-class GrammarTurns(Generic[Job]):
+class GrammarTurns(RoundRobin[Job]):
     """Jobs of tenants that wait, and the seconds that each tenant's have taken within the last minute."""
 
     def __init__(self) -> None:
-        self._turns: RoundRobin[Job] = RoundRobin()
+        super().__init__()
         # By tenant: when a job ended, and the seconds that it took.
         self._spent: dict[str, deque[tuple[float, float]]] = {}
 
-    def add(self, tenant: str, job: Job, now: float) -> None:
+    def admit(self, tenant: str, job: Job, now: float) -> None:
         """`now`: seconds of any steady clock. Raises `QueueFull` where too many wait, `RateLimited` where the
         tenant's have taken too long."""
-        for limit, count in ((GRAMMARS_WAITING, self.waiting), (TENANT_GRAMMARS, self._turns.of(tenant))):
+        for limit, count in ((GRAMMARS_WAITING, len(self)), (TENANT_GRAMMARS, self.of(tenant))):
             if count >= limit.value:
                 raise QueueFull(
                     f"{count} new schemas and grammars wait to be compiled; try again in a moment ({limit.cited()}).",
@@ -137,15 +137,7 @@ class GrammarTurns(Generic[Job]):
                 kind="requests",
                 wait=wait,
             )
-        self._turns.add(tenant, job)
-
-    def next(self) -> Job | None:
-        """The job whose turn it is; None: none waits."""
-        return self._turns.next()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._turns)
+        self.add(tenant, job)
 
     def spent(self, tenant: str, seconds: float, now: float) -> None:
         """A job of `tenant` took `seconds` and has ended `now`."""

@@ -59,10 +59,9 @@ def sampling_params(
 def _check_allowed(request: GenerationFields, allowed: list[int], card: ModelCard) -> None:
     check_token_ids("allowed_token_ids", allowed, card.vocab_size)
     if request.min_tokens and not set(allowed) - set(stop_token_ids(request, card)):
-        raise InvalidParameter(
-            "Invalid 'allowed_token_ids': all of them end the text, which min_tokens forbids; allow others too, or "
-            "leave min_tokens out.",
-            param="allowed_token_ids",
+        raise InvalidParameter.at(
+            "allowed_token_ids",
+            "all of them end the text, which min_tokens forbids; allow others too, or leave min_tokens out.",
         )
 
 
@@ -70,10 +69,9 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises `InvalidParameter` when one of `ids` is no token of the model."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidParameter(
-            f"Invalid '{name}': the token id {wrong} is not within 0 and {vocab_size - 1}, "
-            "the vocabulary of the model.",
-            param=name,
+        raise InvalidParameter.at(
+            name,
+            f"the token id {wrong} is not within 0 and {vocab_size - 1}, the vocabulary of the model.",
             reason="invalid_token_id",
         )
 
@@ -116,11 +114,8 @@ async def bad_words(request: GenerationFields, tokenizer: Tokenizer) -> list[lis
     encoded = await tokenizer.encode_all(both, special=False)
     words = [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
     if (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
-        raise InvalidParameter(
-            f"Invalid 'bad_words': a word has {longest} tokens; send shorter ones ({limits.BAD_WORD_TOKENS.cited()}).",
-            param="bad_words",
-            reason="string_above_max_length",
-        )
+        wrong = f"a word has {longest} tokens; send shorter ones ({limits.BAD_WORD_TOKENS.cited()})."
+        raise InvalidParameter.at("bad_words", wrong, reason="string_above_max_length")
     return words
 
 

@@ -18,14 +18,14 @@ Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, convert, missing, too_deep
+from services.gateway.core.errors import InvalidParameter, convert, missing, too_deep, unsupported
 from services.gateway.intake.prompts.chat import ChatPlan
 from services.gateway.intake.schemas import (
     GUIDED,
@@ -93,16 +93,9 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> RequestedGra
     if not given:
         return None
     if len(given) > 1:
-        raise InvalidParameter(
-            f"Invalid '{given[1]}': '{given[0]}' already sets the answer's form; send one of the two.", param=given[1]
-        )
+        raise InvalidParameter.at(given[1], f"'{given[0]}' already sets the answer's form; send one of the two.")
     if request.min_tokens:
-        raise InvalidParameter(
-            f"Unsupported parameter: 'min_tokens' is not supported with '{given[0]}', which says where the text "
-            "may end; leave it out.",
-            param="min_tokens",
-            reason="unsupported_parameter",
-        )
+        raise unsupported("min_tokens", where=f"with '{given[0]}', which says where the text may end")
     [name] = given
     value = getattr(request, name)
     closes = closes_objects(request, usual=closes)
@@ -167,9 +160,7 @@ def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Requested
         del fields["json_object"]
     if len(fields) != 1:
         names = ", ".join(f"'{name}'" for name in value.__struct_fields__)
-        raise InvalidParameter(
-            f"Invalid '{param}': expected exactly one of {names}, but got {len(fields)}.", param=param
-        )
+        raise InvalidParameter.at(param, f"expected exactly one of {names}, but got {len(fields)}.")
     [(kind, item)] = fields.items()
     if kind == "structural_tag":
         param = f"{param}.{kind}"
@@ -188,9 +179,8 @@ def _object_in(text: str, param: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        raise InvalidParameter(
-            f"Invalid '{param}': it is not a JSON object; send one, or its text.", param=param, reason="invalid_json"
-        ) from None
+        wrong = "it is not a JSON object; send one, or its text."
+        raise InvalidParameter.at(param, wrong, reason="invalid_json") from None
 
 
 def _of_kind(kind: str, value: Any, param: str) -> RequestedGrammar:
@@ -210,12 +200,10 @@ def _of_kind(kind: str, value: Any, param: str) -> RequestedGrammar:
 
 def _checked_choices(choices: list[str], param: str) -> list[str]:
     if (size := sum(map(len, choices))) > limits.GRAMMAR_BYTES.value:  # before a grammar is made of them
-        raise InvalidParameter(
-            f"Invalid '{param}': the texts have {size} characters together; send fewer or shorter ones "
-            f"({limits.GRAMMAR_BYTES.cited()}).",
-            param=param,
-            reason="string_above_max_length",
+        wrong = (
+            f"the texts have {size} characters together; send fewer or shorter ones ({limits.GRAMMAR_BYTES.cited()})."
         )
+        raise InvalidParameter.at(param, wrong, reason="string_above_max_length")
     if not all(choices):
         raise _empty(param)
     return choices
@@ -231,9 +219,7 @@ def _check_size(size: int, param: str, subject: str, told: str = "it has {} byte
 
 
 def _empty(param: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Invalid '{param}': empty string. Expected at least one character.", param=param, reason="empty_string"
-    )
+    return InvalidParameter.at(param, "empty string. Expected at least one character.", reason="empty_string")
 
 
 # --- with tools and reasoning ---------------------------------------------------------------------
@@ -388,7 +374,7 @@ class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _read(given: Mapping[str, Any], param: str) -> Format:
     """What is wrong is told by its place in the request."""
     if too_deep(given):
-        raise _wrong(param, f"it is nested too deeply ({limits.NESTING.cited()})")
+        raise InvalidParameter.at(param, f"it is nested too deeply ({limits.NESTING.cited()}).")
     fields = {name: value for name, value in given.items() if name != "type" and value is not None}
     kind, names = _Older if "structures" in fields else Tags, param.split(".")
     for name in reversed(names):
@@ -409,16 +395,13 @@ def _at(param: str, kind: Any) -> Any:
     return kind
 
 
-def _wrong(param: str, what: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid '{param}': {what}.", param=param)
-
-
 class _Maker:
     """Expressions of formats, each with the text that stands behind it: any text goes up to that."""
 
     def __init__(self, param: str, *, closes: bool) -> None:
         self.rules = Rules()
-        self._param, self._closes = param, closes
+        self._wrong = partial(InvalidParameter.at, param)
+        self._closes = closes
         self._numbers = count()
 
     def of(self, given: Format, end: str = "") -> str:
@@ -451,7 +434,7 @@ class _Maker:
 
     def _schema(self, schema: dict[str, Any]) -> str:
         if (number := inexact(schema)) is not None:
-            raise _wrong(self._param, f"{number} in it is a whole number beyond 2^53, which cannot be held exactly")
+            raise self._wrong(f"{number} in it is a whole number beyond 2^53, which cannot be held exactly.")
         return self._add("schema", embedded(closed(schema) if self._closes else schema))
 
     def _any_text(self, end: str) -> str:
@@ -463,7 +446,7 @@ class _Maker:
     def _sequence(self, elements: Sequence[Format], end: str) -> str:
         *before, last = elements
         if any(map(_is_open, before)):
-            raise _wrong(self._param, "any text that more follows in a sequence has no end; put it last, or in a tag")
+            raise self._wrong("any text that more follows in a sequence has no end; put it last, or in a tag.")
         return joined(*(self.of(element) for element in before), self.of(last, end))
 
     def _tag(self, tag: Tag, said: str) -> str:
@@ -475,8 +458,8 @@ class _Maker:
         for tag in given.tags:
             triggers = [trigger for trigger in given.triggers if tag.begin.startswith(trigger)]
             if len(triggers) != 1:
-                raise _wrong(
-                    self._param, f"{len(triggers)} of the triggers begin the tag {tag.begin[:64]!r}; give it one alone"
+                raise self._wrong(
+                    f"{len(triggers)} of the triggers begin the tag {tag.begin[:64]!r}; give it one alone."
                 )
             tags.setdefault(triggers[0], []).append(self._tag(tag, triggers[0]))
         up_to_one_of = self._up_to_one_of([*given.triggers, end] if end else given.triggers)

@@ -100,9 +100,6 @@ class Http2Connection(Sender):
             self._rest = b""
             self.fail(error.code, str(error))
 
-    def _is_behind(self) -> bool:
-        return self._said + self.buffered > self._limits.unread
-
     def _read(self, buffer: bytes) -> bytes:
         """Reads whole frames; returns what is left."""
         at, end = 0, len(buffer)
@@ -114,7 +111,7 @@ class Http2Connection(Sender):
         work = self.work
         enough = work.spent + TURN
         while end - at >= 9 and not self.failed:
-            if work.spent >= enough or self._is_behind():
+            if work.spent >= enough or self._said + self.buffered > self._limits.unread:
                 self.unread = True
                 break
             high, low, kind, flags, number = read_head(buffer, at)

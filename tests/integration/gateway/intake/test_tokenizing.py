@@ -129,7 +129,7 @@ async def test_texts_wait_in_the_turns_of_their_tenant(
         return await run(self, size, work, tenant)
 
     async def templated(self: TemplateProcess, *asked: Any) -> str:
-        seen.add(("template", asked[3]))
+        seen.add(("template", asked[1]))
         return await render(self, *asked)
 
     monkeypatch.setattr(Encoding, "run", tokenized)

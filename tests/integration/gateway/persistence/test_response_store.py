@@ -72,7 +72,7 @@ async def test_one_tenant_s_responses_make_room_for_its_own_alone(bus: Bus) -> N
     mine = [response(number, secrets.token_hex(4000), "acme") for number in range(1, 101)]
     for each in mine:
         await store.keep(each)
-        await store.trimmed()
+        await store._trimmed.looked()
     for each in theirs:
         assert await store.get(each.record.identity, "other") == each
         assert await store.get(each.record.identity, "acme") is None
@@ -86,7 +86,7 @@ async def test_many_small_responses_of_a_tenant_are_bounded(bus: Bus) -> None:
     store = await store_of(bus, quota=Quota(1 << 30, 32))
     for number in range(1, 101):
         await store.keep(response(number, "x", "acme"))
-        await store.trimmed()
+        await store._trimmed.looked()
     info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
     assert info.state.messages <= 34
 

@@ -93,7 +93,7 @@ async def test_a_page_ends_before_it_is_too_large(nats_settings: CommonSettings,
 
 async def test_what_is_read_counts_among_what_the_gateway_holds(gateway: RunningGateway) -> None:
     """Of whatever is stored, decompressed, and before it is."""
-    pool = gateway.service._backend.parts.intake.processor.stored.budgets._pool
+    pool = gateway.service._backend.parts.intake.processor.stored.pool
     async with gateway.openai() as client, gateway.http() as http:
         chat = await made(client, "Hello")
         response = (await client.responses.create(model=MODEL, input="Hello", max_output_tokens=16)).id

@@ -27,7 +27,6 @@ from shared.errors import InternalError, QueueFull
 from tests.unit.gateway.tokenizer.tiny_tokenizer import TEMPLATE
 
 CHAT = [{"role": "user", "content": "Hi"}]
-PLAIN = TemplateOptions()
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
 NESTED = (
@@ -100,7 +99,7 @@ async def test_a_template_that_passes_a_limit_is_refused(
     assert process.refused in limit
     for _ in range(2):
         with pytest.raises(InvalidParameter, match="small conversations") as caught:
-            await process.render(CHAT, None, PLAIN)
+            await process.render(TemplateInput(CHAT))
         assert caught.value.reason == "chat_template_limit"
 
 
@@ -121,14 +120,14 @@ async def test_a_prompt_has_a_size_at_most(made: list[TemplateProcess]) -> None:
     # Not a constant, which would be computed as the template is compiled: two seconds of a slow processor.
     process = await probed("{{ messages[0].content * 35000000 if messages[0].content == 'Hi' }}", made)
     with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_text"):
-        await process.render(CHAT, None, PLAIN)
-    assert await process.render([{"role": "user", "content": "Hello"}], None, PLAIN) == ""
+        await process.render(TemplateInput(CHAT))
+    assert await process.render(TemplateInput([{"role": "user", "content": "Hello"}])) == ""
 
 
 async def test_recursion_is_the_templates_refusal(made: list[TemplateProcess]) -> None:
     process = await probed("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", made)
     with pytest.raises(InvalidParameter, match="recursion"):
-        await process.render(CHAT, None, PLAIN)
+        await process.render(TemplateInput(CHAT))
 
 
 @pytest.mark.slow
@@ -136,9 +135,8 @@ async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProce
     """What one conversation makes a template do is no reason to refuse others."""
     source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE
     process = await probed(source, made)
-    bomb, chat = (
-        asyncio.create_task(process.render([{"role": "user", "content": text}], None, PLAIN)) for text in ("bomb", "Hi")
-    )
+    bomb = asyncio.create_task(process.render(TemplateInput([{"role": "user", "content": "bomb"}])))
+    chat = asyncio.create_task(process.render(TemplateInput(CHAT)))
     with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_seconds: 2 seconds, fixed"):
         await bomb
     assert "Hi<|end|>" in await chat
@@ -152,7 +150,7 @@ async def test_each_of_many_that_wait_gets_its_own_prompt(made: list[TemplatePro
     texts = [f"{number} " + "x" * (50_000 if number % 10 == 7 else 10) for number in range(40)]
     texts[20] = "bomb"
     chats = ([{"role": "user", "content": text}] for text in texts)
-    found = await asyncio.gather(*(process.render(chat, None, PLAIN) for chat in chats), return_exceptions=True)
+    found = await asyncio.gather(*(process.render(TemplateInput(chat)) for chat in chats), return_exceptions=True)
     assert isinstance(found.pop(20), InvalidParameter)
     del texts[20]
     assert all(f"{text}<|end|>" in str(prompt) for text, prompt in zip(texts, found, strict=True))
@@ -163,15 +161,15 @@ async def test_a_process_that_is_killed_is_replaced(made: list[TemplateProcess])
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
     await process._process.wait()
-    assert "Hi<|end|>" in await process.render(CHAT, None, PLAIN)
+    assert "Hi<|end|>" in await process.render(TemplateInput(CHAT))
 
 
 async def test_one_whose_client_has_gone_is_not_mistaken_for_the_next(made: list[TemplateProcess]) -> None:
     process = await probed(TEMPLATE, made)
-    first = asyncio.create_task(process.render(CHAT, None, PLAIN))
+    first = asyncio.create_task(process.render(TemplateInput(CHAT)))
     await asyncio.sleep(0)
     first.cancel()
-    assert "Hello" in await process.render([{"role": "user", "content": "Hello"}], None, PLAIN)
+    assert "Hello" in await process.render(TemplateInput([{"role": "user", "content": "Hello"}]))
 
 
 async def test_traits_variables_and_values_come_through(made: list[TemplateProcess]) -> None:
@@ -180,14 +178,14 @@ async def test_traits_variables_and_values_come_through(made: list[TemplateProce
     )
     assert process.traits.variables == {"tone"}
     options = TemplateOptions(variables={"tone": [10**30, None, True]})
-    text = await process.render(CHAT, [{"a": float("inf")}], options)
+    text = await process.render(TemplateInput(CHAT, [{"a": float("inf")}], options))
     assert text == f"Hi|True|[{10**30}, None, True]|" + '[{"a": Infinity}]'
 
 
 async def test_refusals_of_the_template_are_told_as_they_are(made: list[TemplateProcess]) -> None:
     process = await probed("{{ raise_exception('Roles must alternate' * 1000) }}", made)
     with pytest.raises(InvalidParameter, match="Roles must alternate") as caught:
-        await process.render(CHAT, None, PLAIN)
+        await process.render(TemplateInput(CHAT))
     assert caught.value.param == "messages"
     assert len(str(caught.value)) < 1200
     broken = TemplateProcess(templates("{% if %}"))
@@ -206,18 +204,18 @@ async def test_what_training_learns_of_a_conversation_is_one_rendering_under_the
     assert [turns.text[begin:end] for begin, end in turns.spans] == ["Hello<|end|>\n"]
     with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_seconds"):
         await process.turns(TemplateInput(chat * 4000), [*range(1, 8000, 2)])
-    assert "Hi" in await process.render(CHAT, None, PLAIN)
+    assert "Hi" in await process.render(TemplateInput(CHAT))
 
 
 async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1000))
     process = await probed(TEMPLATE, made)
-    waiting = asyncio.create_task(process.render([{"role": "user", "content": "x" * 2000}], None, PLAIN))
+    waiting = asyncio.create_task(process.render(TemplateInput([{"role": "user", "content": "x" * 2000}])))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="limit templates_waiting"):
-        await process.render(CHAT, None, PLAIN)
+        await process.render(TemplateInput(CHAT))
     assert "xxx" in await waiting
-    assert "Hi" in await process.render(CHAT, None, PLAIN)
+    assert "Hi" in await process.render(TemplateInput(CHAT))
 
 
 async def test_no_tenant_keeps_others_from_a_template(
@@ -228,7 +226,7 @@ async def test_no_tenant_keeps_others_from_a_template(
     process, order = await probed(TEMPLATE, made), list[str]()
 
     async def render(tenant: str, content: str) -> None:
-        await process.render([{"role": "user", "content": content}], None, PLAIN, tenant)
+        await process.render(TemplateInput([{"role": "user", "content": content}]), tenant)
         order.append(tenant)
 
     waiting = [asyncio.create_task(render("a", "x" * 80_000)) for _ in range(3)]
@@ -250,7 +248,7 @@ class Jobs:
         return self._renderer.reply(io.BytesIO(data), len(data))
 
     def chat(self, content: str, tools: list[dict[str, Any]] | None = None) -> _Reply:
-        return self.reply(_Job(None, [{"role": "user", "content": content}], tools, PLAIN))
+        return self.reply(_Job(None, [{"role": "user", "content": content}], tools))
 
 
 def test_each_job_has_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +265,7 @@ def test_each_job_has_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.reply(_Job(templates("{{ 'a' * 9 }}")))
     monkeypatch.setattr(limits, "TEMPLATE_TEXT", msgspec.structs.replace(limits.TEMPLATE_TEXT, value=8))
     assert jobs.chat("Hi").limit == _TOO_LONG
-    answered = _Job(None, [*CHAT, {"role": "assistant", "content": "Hello"}], None, PLAIN, [1])
+    answered = _Job(messages=[*CHAT, {"role": "assistant", "content": "Hello"}], trained=[1])
     jobs.reply(_Job(templates(TEMPLATE)))
     assert jobs.reply(answered).limit == _TOO_LONG
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from services.gateway.dialects.responses.conversation.history import History, ro
 from services.gateway.dialects.responses.conversation.items import Reference, chat_messages, droppable
 from services.gateway.dialects.responses.endpoint import _hopeless
 from services.gateway.lifecycle.request_state import PREFIXES
-from services.gateway.persistence.budget import LARGE, ByteBudget, HistoryBudget, HistoryBudgets
+from services.gateway.persistence.budget import LARGE, ByteBudget, HistoryBudget, history_pool
 from services.gateway.persistence.items import ResponseTurn, split, turn_of
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.persistence.store import inflated
@@ -48,7 +48,7 @@ MOST = 64 << 20
 
 
 def stored(responses: Any, most: int, held: int = MOST) -> StoredTurns:
-    return StoredTurns(responses, None, HistoryBudgets(most, held))  # type: ignore[arg-type]
+    return StoredTurns(responses, None, most, history_pool(held))  # type: ignore[arg-type]
 
 
 async def read(lookup: Lookup, *, newest: bool, most: int = MOST) -> list[str]:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.fine_tuning.examples import ChatText, check_pair, conversation_of, text_of_line, texts_of
+from services.gateway.intake.fine_tuning.examples import check_pair, conversation_of, text_of_line, texts_of
 from services.gateway.intake.fine_tuning.schemas import TextLine
+from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tokenizer.turns import TextSegment, TrainedText
 from shared.limits import MESSAGES, NESTING
@@ -38,8 +39,8 @@ def refused(line: Any, method: TrainingMethod = "supervised") -> InvalidParamete
 def trained(line: Any, traits: Traits = TRAITS) -> list[str]:
     """The messages that are trained, as the template gets them."""
     (text,) = read(line)
-    assert isinstance(text, ChatText)
-    conversation, indices = conversation_of(text.request, CARD, traits)
+    assert isinstance(text, ChatCompletionRequest)
+    conversation, indices = conversation_of(text, CARD, traits)
     assert all("weight" not in message for message in conversation.messages)
     return [str(conversation.messages[index]["content"]) for index in indices]
 
@@ -58,16 +59,16 @@ def test_what_the_model_refuses_is_learned_as_text() -> None:
 def test_a_conversation_may_end_with_calls_and_has_the_tools_in_view() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER]}
     (text,) = read({"messages": [HELLO, call], "tools": TOOLS, "parallel_tool_calls": True})
-    conversation, indices = conversation_of(text.request, CARD, TRAITS)
+    conversation, indices = conversation_of(text, CARD, TRAITS)
     assert indices == [1]
     assert conversation.tools is not None
     assert [tool["function"]["name"] for tool in conversation.tools] == ["get_weather", "now"]
     assert len(conversation.messages[1]["tool_calls"]) == 2
     one_by_one = Traits(tools=True, calls=True, several=False, family="hermes")
-    conversation, indices = conversation_of(text.request, CARD, one_by_one)
+    conversation, indices = conversation_of(text, CARD, one_by_one)
     assert indices == [1, 2], "a template that shows one call a message learns each"
     in_words = Traits(tools=False, calls=False)
-    conversation, indices = conversation_of(text.request, CARD, in_words)
+    conversation, indices = conversation_of(text, CARD, in_words)
     assert "get_weather" in conversation.messages[indices[0]]["content"]
 
 
@@ -82,7 +83,7 @@ def test_a_pair_is_two_conversations_of_which_the_ends_are_trained() -> None:
     line = {**PAIR, "input": {"messages": [HELLO, ANSWER, HELLO]}}
     preferred, other = read(line, "dpo")
     for text, said in ((preferred, "Good day."), (other, "What?")):
-        conversation, indices = conversation_of(text.request, CARD, TRAITS)
+        conversation, indices = conversation_of(text, CARD, TRAITS)
         assert indices == [3]
         assert conversation.messages[3]["content"] == said
 
@@ -197,13 +198,13 @@ def test_each_output_of_a_pair_is_one_text() -> None:
 def test_variables_of_the_template_are_those_it_looks_at() -> None:
     traits = Traits(tools=True, calls=True, family="hermes", variables=frozenset(["enable_thinking"]))
     (text,) = read({**CHAT, "chat_template_kwargs": {"enable_thinking": False}})
-    conversation, _ = conversation_of(text.request, CARD, traits)
+    conversation, _ = conversation_of(text, CARD, traits)
     assert conversation.options.variables == {"enable_thinking": False}
     with pytest.raises(InvalidParameter, match="does not use it"):
-        conversation_of(text.request, CARD, TRAITS)
+        conversation_of(text, CARD, TRAITS)
     (text,) = read({**CHAT, "chat_template_kwargs": {"enable_thinking": deep(NESTING.value + 2)}})
     with pytest.raises(InvalidParameter, match="nested too deeply"):
-        conversation_of(text.request, CARD, traits)
+        conversation_of(text, CARD, traits)
 
 
 def test_a_half_of_a_character_is_refused() -> None:
