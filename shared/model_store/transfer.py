@@ -12,7 +12,7 @@ it throws away what has come when its process ends, and compares no digests.
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -85,17 +85,15 @@ def persistently(ask: Callable[[], _Found], stop: threading.Event) -> _Found:
 
 
 class TransferMeter:
-    """Bytes that are there, of several files at once, and those of them that have come over the network."""
+    """Bytes that are there, of several files at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.done = 0
-        self.received = 0
 
-    def add(self, count: int, *, received: bool = False) -> None:
+    def add(self, count: int) -> None:
         with self._lock:
             self.done += count
-            self.received += count if received else 0
 
 
 class _Part:
@@ -110,7 +108,7 @@ class _Part:
             self._stream.truncate(0)
         self._stream.seek(0)
         while chunk := self._stream.read(_CHUNK):
-            self._count(chunk, received=False)
+            self._count(chunk)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +125,7 @@ class _Part:
         left = memoryview(chunk)
         while left:
             left = left[self._stream.write(left) or 0 :]
-        self._count(chunk, received=True)
+        self._count(chunk)
 
     def restart(self) -> None:
         self._stream.truncate(0)
@@ -138,11 +136,11 @@ class _Part:
     def is_right(self) -> bool:
         return self._hasher is None or self._hasher.hexdigest() == self._file.digest
 
-    def _count(self, chunk: bytes, *, received: bool) -> None:
+    def _count(self, chunk: bytes) -> None:
         self.size += len(chunk)
         if self._hasher is not None:
             self._hasher.update(chunk)
-        self._meter.add(len(chunk), received=received)
+        self._meter.add(len(chunk))
 
 
 class Transfer:
@@ -173,21 +171,17 @@ class Transfer:
         (self._directory / PARTS).mkdir(parents=True, exist_ok=True)
         total = sum(file.size for file in files.values())
         finished = self._finished()
-        with ThreadPoolExecutor(self._files_at_once, "download") as pool, self._stopping():
-            largest_first = sorted(files.items(), key=lambda item: -item[1].size)
+        largest_first = sorted(files.items(), key=lambda item: -item[1].size)
+        with ThreadPoolExecutor(self._files_at_once, "download") as pool:
             pending = {pool.submit(self._fetch, url, file, finished) for url, file in largest_first}
-            while pending:
-                done, pending = wait(pending, _INTERVAL, FIRST_COMPLETED)
-                report(min(self.meter.done, total), total)
-                _raise_first(done, pending)
-
-    @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.stop.set()
-            raise
+            try:
+                while pending:
+                    done, pending = wait(pending, _INTERVAL, FIRST_COMPLETED)
+                    report(min(self.meter.done, total), total)
+                    _raise_first(done, pending)
+            except BaseException:
+                self.stop.set()
+                raise
 
     def _fetch(self, url: str, file: RemoteFile, finished: frozenset[str]) -> None:
         if self.stop.is_set():
