@@ -208,16 +208,13 @@ def of_hub(source: str) -> bool:
     """Whether the source reads as `org/name`, with or without `hf://` and a quantization."""
     if source.startswith(HUB):
         return True
-    return "/" in source and not source.startswith(("/", ".", "~")) and not _is_gguf_path(source)
+    is_file = source.endswith(".gguf") and ":" not in source
+    return "/" in source and not source.startswith(("/", ".", "~")) and not is_file
 
 
 def as_of_hub(source: str) -> str:
     """A source as nobody takes it for a path: what reads as a hub name is one, whatever directory a process runs in."""
     return f"{HUB}{source}" if of_hub(source) and not source.startswith(HUB) else source
-
-
-def _is_gguf_path(source: str) -> bool:
-    return source.endswith(".gguf") and ":" not in source
 
 
 def _replica_problems(spec: ModelSpec) -> Iterable[Problem]:

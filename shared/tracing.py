@@ -125,10 +125,6 @@ class Span:
         """Its name, where that is known at its end alone."""
         return
 
-    def link(self, context: TraceContext) -> None:
-        """It has to do with that span, of this trace or another."""
-        return
-
     def event(self, name: str, attributes: Attributes | None = None, *, at: int = 0) -> None:
         return
 
@@ -262,11 +258,10 @@ def begin(
     kind: Kind = "server",
     attributes: Attributes | None = None,
     links: Sequence[TraceContext] = (),
-    at: int = 0,
 ) -> Span:
     """A span at an edge: it continues the trace of `remote`, or begins one. The sampler decides."""
     recorder = _State.recorder
-    return NONE if recorder is None else recorder.start(name, remote, kind, attributes, links, at)
+    return NONE if recorder is None else recorder.start(name, remote, kind, attributes, links, 0)
 
 
 def under(
@@ -293,7 +288,6 @@ def follow(
     kind: Kind,
     attributes: Attributes | None = None,
     links: Sequence[TraceContext] = (),
-    at: int = 0,
 ) -> Span:
     """A span for a message of our own: recorded if the span that it came from is."""
     if _State.recorder is None or not traceparent:
@@ -301,7 +295,7 @@ def follow(
     context = parse(traceparent, tracestate)
     if context is None or not context.sampled:
         return NONE
-    return _State.recorder.start(name, context, kind, attributes, links, at)
+    return _State.recorder.start(name, context, kind, attributes, links, 0)
 
 
 # --- the span that is active -----------------------------------------------------------------------
