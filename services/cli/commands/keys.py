@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from services.cli.target import AsJson, DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console, print_columns, say
+from services.cli.ui import console, print_columns, print_json, say
 from shared.config import CommonSettings, seconds_of
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
@@ -107,7 +107,7 @@ def list_keys(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl 
     """Show all keys, without their secrets."""
     keys = _all(data_dir, nats_url)
     if json:
-        print(msgspec.json.encode(keys).decode())  # noqa: T201
+        print_json(keys)
         return
     print_columns(console(), [HEADINGS, *map(_row, keys)], right=(6, 7, 8))
 
@@ -120,7 +120,7 @@ def show(identity: Identity, json: AsJson = False, data_dir: DataDir = None, nat
     if not found:
         raise _unknown(identity)
     if json:
-        print(msgspec.json.encode(found[0]).decode())  # noqa: T201
+        print_json(found[0])
         return
     key = found[0]
     rows = list(zip(HEADINGS[1:], _row(key)[1:], strict=True))

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.target import AsJson, DataDir, NatsUrl, StartedProcess, find_stack, nats_of_stack
-from services.cli.ui import console, described_traits, described_weights, megabytes, say
+from services.cli.ui import console, described_traits, described_weights, megabytes, print_json, say
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, GroupTraits, HostModel, HostRecord, ServiceRecord, StreamedWeights
 from shared.nats import subjects
@@ -32,7 +32,7 @@ def status(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "
     starting = stack is not None and not stack.gateway_url
     found = asyncio.run(read_status(settings, stack.started if stack is not None and starting else ()))
     if json:
-        print(msgspec.json.encode(found.status).decode())  # noqa: T201
+        print_json(found.status)
     else:
         screen = console()
         if starting:

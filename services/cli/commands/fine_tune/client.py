@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -165,7 +164,3 @@ def what_is_wrong(job: Job) -> str:
     error = job["error"] or {}
     where = f" ({error['param']})" if error.get("param") else ""
     return f"{error.get('message') or 'it gives no reason'}{where}"
-
-
-def local_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

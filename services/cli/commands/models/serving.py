@@ -10,17 +10,9 @@ import msgspec
 import typer
 
 from services.cli.cluster_models import ClusterModels, ModelsSnapshot, on_models, run_on_models
-from services.cli.commands.models.tables import (
-    declared_fields,
-    print_json,
-    replicas_of,
-    say_status,
-    show_end,
-    told_of,
-    words,
-)
+from services.cli.commands.models.tables import declared_fields, replicas_of, say_status, show_end, told_of, words
 from services.cli.declarations import Applied, apply, local_source, plan_apply, read_file, spec_of, watch_adapters
-from services.cli.ui import ModelBars, console, described_traits, megabytes, say
+from services.cli.ui import ModelBars, console, described_traits, megabytes, print_json, say
 from shared import sparse_attention
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
