@@ -236,14 +236,10 @@ def _row(key: KeyStatus) -> list[str]:
         key.name or "-",
         key.state,
         *times,
-        *map(_limit, limits),
+        *(str(limit or "-") for limit in limits),
         "manage" if key.manage_models else "-",
         "view" if key.view_keys else "-",
     ]
-
-
-def _limit(limit: int) -> str:
-    return str(limit) if limit else "-"
 
 
 def _date(moment: float) -> str:

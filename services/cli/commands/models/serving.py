@@ -319,10 +319,8 @@ def _fields(
     sparse: str | None,
 ) -> dict[str, Any]:
     """What was given, as `read_spec` takes it."""
-    named = {"source": source, "revision": revision, "least": least, "most": most, "pinned": pinned}
+    named = {"source": source, "revision": revision, "least": least, "most": most, "pinned": pinned, "idle": idle}
     fields: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    if idle is not None:
-        fields["idle"] = idle
     if aliases:
         fields["aliases"] = [alias for alias in aliases if alias]
     if settings:
