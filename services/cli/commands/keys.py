@@ -211,18 +211,7 @@ def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:
     records = _with_bucket(data_dir, nats_url, lambda bucket: bucket.items())
     now = time.time()
     return [
-        KeyStatus(
-            identity,
-            record.name,
-            record.tenant,
-            record.state(now),
-            record.created,
-            record.expires,
-            record.revoked,
-            record.limits,
-            record.manage_models,
-            record.view_keys,
-        )
+        msgspec.convert({**msgspec.structs.asdict(record), "id": identity, "state": record.state(now)}, KeyStatus)
         for identity, record in sorted(records.items(), key=lambda item: item[1].created)
     ]
 

@@ -122,7 +122,11 @@ def snapshot(
     groups = [group for group in groups if group.instance not in silent]
     status = StackStatus(
         services=sorted(
-            [*map(_service, services), *map(_unheard, silent.values())], key=lambda one: (one.name, one.instance)
+            [
+                *map(_service, services),
+                *(ServiceStatus(one.service, one.instance, one.pid, "starting") for one in silent.values()),
+            ],
+            key=lambda one: (one.name, one.instance),
         ),
         groups=list(map(_group, groups)),
         hosts=[
@@ -142,10 +146,6 @@ def snapshot(
 
 def _service(record: ServiceRecord) -> ServiceStatus:
     return ServiceStatus(record.name, record.instance, record.pid, record.state, record.version)
-
-
-def _unheard(process: StartedProcess) -> ServiceStatus:
-    return ServiceStatus(process.service, process.instance, process.pid, "starting")
 
 
 def _group(record: GroupRecord) -> GroupStatus:

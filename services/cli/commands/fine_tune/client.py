@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from rich.console import Console
 
-from services.cli.gateway_client import GatewayClient, ServerEvent, patiently
+from services.cli.gateway_client import GatewayClient, ServerEvent, patiently, save
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable, UnknownModel
 from shared.messages.training import TRAINING_OVER
 
@@ -91,7 +91,7 @@ class FineTuningClient:
     async def download(self, job: str, name: str, checkpoint: int, target: Path) -> None:
         """One of `ADAPTER_FILES`; `checkpoint`: its step, 0: the result."""
         query = f"?checkpoint={checkpoint}" if checkpoint else ""
-        await self._gateway.download(f"{_path(job)}/adapter/{name}{query}", target)
+        await save(self._gateway.content(f"{_path(job)}/adapter/{name}{query}"), target)
 
     async def find(self, name: str) -> tuple[Job, int]:
         """The job `name`, or the one that has made the model `name`, and of a checkpoint's its step, else 0. Raises
