@@ -44,7 +44,7 @@ def program(
     command: Sequence[str], errors: int | IO[bytes], environment: Mapping[str, str] | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs `command` with its output in a pipe; ends with it, or kills it when the block is left early."""
-    process = subprocess.Popen(  # noqa: S603  # our own words
+    with subprocess.Popen(  # noqa: S603  # our own words
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -52,16 +52,12 @@ def program(
         text=True,
         env={**os.environ, **(environment or {})},
         preexec_fn=die_with_parent(),
-    )
-    try:
-        yield process
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
-        process.wait()
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 class ProgramOutput(msgspec.Struct, frozen=True, omit_defaults=True):

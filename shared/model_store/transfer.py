@@ -84,24 +84,13 @@ def persistently(ask: Callable[[], _Found], stop: threading.Event) -> _Found:
                 raise Stopped from None
 
 
-class TransferMeter:
-    """Bytes that are there, of several files at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.done = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-
-
 class _Part:
     """A file on its way: as many bytes as have come, and their digest so far."""
 
-    def __init__(self, path: Path, file: RemoteFile, meter: TransferMeter) -> None:
+    def __init__(self, path: Path, file: RemoteFile, tell: Callable[[int], None]) -> None:
+        """`tell` is told of bytes that are there, and with less than 0 of those that are not any more."""
         self._stream = path.open("a+b", buffering=0)
-        self._file, self._meter = file, meter
+        self._file, self._tell = file, tell
         self.size = 0
         self._hasher = file.hasher()
         if path.stat().st_size > file.size:
@@ -129,7 +118,7 @@ class _Part:
 
     def restart(self) -> None:
         self._stream.truncate(0)
-        self._meter.add(-self.size)
+        self._tell(-self.size)
         self.size = 0
         self._hasher = self._file.hasher()
 
@@ -140,7 +129,7 @@ class _Part:
         self.size += len(chunk)
         if self._hasher is not None:
             self._hasher.update(chunk)
-        self._meter.add(len(chunk))
+        self._tell(len(chunk))
 
 
 class Transfer:
@@ -153,7 +142,7 @@ class Transfer:
         self._files_at_once = files_at_once
         self.stop = threading.Event()
         self._lock = threading.Lock()
-        self.meter = TransferMeter()
+        self._done = 0  # bytes that are there, of all files
 
     def missing(self, files: Sequence[RemoteFile]) -> int:
         """Bytes of `files` that have not come yet."""
@@ -177,7 +166,7 @@ class Transfer:
             try:
                 while pending:
                     done, pending = wait(pending, _INTERVAL, FIRST_COMPLETED)
-                    report(min(self.meter.done, total), total)
+                    report(min(self._done, total), total)
                     _raise_first(done, pending)
             except BaseException:
                 self.stop.set()
@@ -188,11 +177,11 @@ class Transfer:
             return
         target = self._directory / file.path
         if self._is_there(file, finished):
-            self.meter.add(file.size)
+            self._add(file.size)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         for attempt in (1, 2):
-            with _Part(self._part(file), file, self.meter) as part:
+            with _Part(self._part(file), file, self._add) as part:
                 self._complete(url, file, part)
                 if part.is_right():
                     break
@@ -207,6 +196,10 @@ class Transfer:
         self._part(file).replace(target)
         with self._lock, (self._directory / PARTS / _FINISHED).open("a", encoding="ascii") as record:
             record.write(f"{self._key(file)}\n")
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
 
     def _complete(self, url: str, file: RemoteFile, part: _Part) -> None:
         retries, most = Retries(), part.size
