@@ -102,12 +102,8 @@ def _wrong_setting(name: str, value: Any) -> str:
         if low <= value <= high:
             return ""
         return f"it must be {low} or more" if high == MAX_NUMBER and value < low else f"it must be {low} to {high}"
-    if name in _CHOICES:
-        return (
-            ""
-            if value in _CHOICES[name]
-            else f"it must be one of {', '.join(_CHOICES[name])}{_meant(value, _CHOICES[name])}"
-        )
+    if choices := _CHOICES.get(name):
+        return "" if value in choices else f"it must be one of {', '.join(choices)}{_meant(value, choices)}"
     if name == "speculation":
         number = value.isascii() and value.isdecimal() and len(value) < 4 and int(value) <= MAX_DRAFTS
         return "" if value in ("auto", "off") or number else f"it must be auto, off or a number from 0 to {MAX_DRAFTS}"

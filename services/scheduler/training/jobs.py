@@ -28,6 +28,16 @@ COMMAND_TIMEOUT = 5.0  # seconds that a host has to answer
 log = structlog.get_logger(__name__)
 
 
+def job_count(registry: CollectorRegistry) -> Gauge:
+    return Gauge(
+        "ryzanstein_training_jobs",
+        "Fine-tuning jobs whose files are checked and that are not over, by whether a host has them; reported by the "
+        "scheduler that decides.",
+        ["state"],
+        registry=registry,
+    )
+
+
 class TrainingJobs:
     """As `HostedJobs`."""
 
@@ -35,13 +45,7 @@ class TrainingJobs:
         self, bus: Bus, cluster: ClusterView, registry: CollectorRegistry, changed: Callable[[], None]
     ) -> None:
         self._bus = bus
-        self._count = Gauge(
-            "ryzanstein_training_jobs",
-            "Fine-tuning jobs whose files are checked and that are not over, by whether a host has them; reported by "
-            "the scheduler that decides.",
-            ["state"],
-            registry=registry,
-        )
+        self._count = job_count(registry)
         self._changed = changed
         self._bucket = training_jobs(bus)
         self._placer = TrainingPlacer(cluster)

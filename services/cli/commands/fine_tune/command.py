@@ -8,15 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
-from services.cli.commands.fine_tune.client import Event, FineTuningClient, Job, is_over, what_is_wrong
+from services.cli.commands.fine_tune.client import Checkpoint, Event, FineTuningClient, Job, is_over, what_is_wrong
 from services.cli.commands.fine_tune.export import Format
 from services.cli.commands.fine_tune.export import export as export_adapter
 from services.cli.commands.fine_tune.progress import JobView, steps_of
 from services.cli.gateway_client import connected, metadata_of, patiently
 from services.cli.target import ApiKey, AsJson, DataDir, Gateway, Url, gateway_of_stack, with_options_of
-from services.cli.ui import console, local_time, print_columns, print_json, say
+from services.cli.ui import console, local_time, print_columns, say
 from shared.errors import ConfigurationError, RyzansteinError
 from shared.messages.training import Optimizer, Schedule, TrainingMethod
 
@@ -141,7 +142,7 @@ async def _create(
         given["validation_file"] = await jobs.file(validation, screen)
     job = await jobs.create(_without_none(given))
     if json:
-        print_json(job)
+        _print_json(job)
         return
     print(job["id"], flush=True)  # noqa: T201
     if follow:
@@ -177,7 +178,7 @@ async def _status(jobs: FineTuningClient, job: Id, json: AsJson = False) -> None
     """Show how far a job is, what it was made with, or why it has failed."""
     found = await jobs.get(job)
     if json:
-        print_json(found)
+        _print_json(found)
         return
     print_columns(console(), _rows(found))
 
@@ -233,7 +234,7 @@ async def _list(
     """Show the newest jobs."""
     found = await jobs.listed(limit)
     if json:
-        print_json(found)
+        _print_json(found)
         return
     rows = [("created", "status", "steps", "base", "job", "model")]
     for job in found:
@@ -248,7 +249,7 @@ def _action(name: str, about: str) -> None:
     async def act(jobs: FineTuningClient, job: Id, json: AsJson = False) -> None:
         changed = await jobs.act(job, name)
         if json:
-            print_json(changed)
+            _print_json(changed)
         else:
             print_columns(console(), _rows(changed))
 
@@ -266,7 +267,7 @@ async def _checkpoints(jobs: FineTuningClient, job: Id, json: AsJson = False) ->
     """Show the models that a job has made at the ends of its epochs."""
     found = await jobs.checkpoints(job)
     if json:
-        print_json(found)
+        _print_json(found)
         return
     if not found:
         say(console(), f"{job} has no checkpoint yet; one is made at the end of each epoch.")
@@ -295,7 +296,7 @@ async def _events(
     """Show what has happened to a job, the earliest first."""
     found = await jobs.events(job, limit)
     if json:
-        print_json(found)
+        _print_json(found)
         return
     rows = [(local_time(one["created_at"]), one["level"], one["message"]) for one in found]
     print_columns(console(), [("time", "level", "message"), *rows])
@@ -363,6 +364,10 @@ def _executor(progress: dict[str, Any]) -> str:
     if not lost:
         return host
     return f"{host or '-'} ({lost} lost, resumed at step {progress['resumed_from_step']:,})"
+
+
+def _print_json(found: Job | list[Job] | list[Event] | list[Checkpoint]) -> None:
+    print(msgspec.json.encode(found).decode())  # noqa: T201
 
 
 def add_to(app: typer.Typer) -> None:
