@@ -11,6 +11,7 @@ bits cannot be guessed at any speed. It costs a microsecond per request, so noth
 import hashlib
 import re
 import secrets
+from typing import Any
 
 import msgspec
 
@@ -59,29 +60,10 @@ class NewKey(msgspec.Struct, frozen=True):
     record: KeyRecord
 
 
-def new_key(
-    tenant: str,
-    now: float,
-    *,
-    name: str = "",
-    expires: float = 0.0,
-    limits: KeyLimits | None = None,
-    manage_models: bool = False,
-    view_keys: bool = False,
-) -> NewKey:
-    """A key of 256 random bits. Times are unix seconds."""
+def new_key(tenant: str, now: float, **fields: Any) -> NewKey:
+    """A key of 256 random bits. Times are unix seconds; `fields`: others of its record."""
     identity, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
-    record = KeyRecord(
-        digest_of(secret),
-        tenant,
-        now,
-        name,
-        expires,
-        limits=limits or KeyLimits(),
-        manage_models=manage_models,
-        view_keys=view_keys,
-    )
-    return NewKey(f"rz-{identity}-{secret}", identity, record)
+    return NewKey(f"rz-{identity}-{secret}", identity, KeyRecord(digest_of(secret), tenant, now, **fields))
 
 
 def parse(token: str) -> tuple[str, str] | None:

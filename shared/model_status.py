@@ -110,13 +110,13 @@ def _loading(
 def _on_its_way(
     state: Literal["downloading", "loading"], said: list[tuple[str, HostModel]], memory: int, seconds: float
 ) -> ModelStatus:
-    furthest = max((item for _, item in said), key=_share, default=None)
-    progress = _share(furthest) if furthest is not None else 0.0
+    furthest = max((item for _, item in said), key=_share, default=HostModel("", state))
+    progress = _share(furthest)
     return ModelStatus(
         state,
         progress,
-        done=furthest.done if furthest is not None else 0,
-        total=furthest.total if furthest is not None else 0,
+        done=furthest.done,
+        total=furthest.total,
         hosts=sorted(instance for instance, _ in said),
         memory=memory,
         expected_seconds=seconds * (1 - progress),

@@ -13,13 +13,15 @@
           sql: /models/adapters/sql
           legal: {source: org/legal-lora, revision: v2}
 
-A file with an error is refused whole, and every error is told with its line.
+A file with an error is refused whole, and every error is told with its line. Needs YAML: imported by those alone who
+read or write such a file.
 """
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
+import yaml
 
 from shared.errors import ConfigurationError
 from shared.messages.registry import MAX_ADAPTERS, MAX_MODELS, ModelSpec
@@ -91,8 +93,6 @@ def read_models_file(text: str | bytes, where: str = "models.yaml") -> Declarati
 def to_yaml(specs: Iterable[ModelSpec], adapters: Iterable[DeclaredAdapter] = ()) -> str:
     """A file that declares these models and adapters; what is as it is by default is left out. Adapters of other models
     are left out too."""
-    import yaml
-
     own: dict[str, dict[str, Any]] = {}
     for adapter in adapters:
         whole = {"source": adapter.source, "revision": adapter.revision}
@@ -109,8 +109,6 @@ def to_yaml(specs: Iterable[ModelSpec], adapters: Iterable[DeclaredAdapter] = ()
 
 def _document(text: str | bytes, where: str) -> Any:
     """The file's tree, whose nodes know their lines."""
-    import yaml  # for those alone who read such a file
-
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -127,8 +125,6 @@ def _document(text: str | bytes, where: str) -> Any:
 
 def _entries(tree: Any, found: list[tuple[int, str]]) -> list[Any]:
     """The nodes of the models."""
-    import yaml
-
     if not isinstance(tree, yaml.MappingNode):
         found.append((_line(tree), "The file is a mapping with the key `models`."))
         return []
@@ -150,8 +146,6 @@ def _read_entry(
     entry: Any, found: list[tuple[int, str]]
 ) -> tuple[ModelSpec | None, dict[str, int], list[tuple[int, DeclaredAdapter]]]:
     """A model, as far as it can be read, the line of each field ("": of the entry), and its adapters with theirs."""
-    import yaml
-
     at = {"": _line(entry)}
     if not isinstance(entry, yaml.MappingNode):
         found.append((at[""], "A model is a mapping with a `name`."))
@@ -165,8 +159,6 @@ def _read_entry(
 
 
 def _read_adapters(node: Any, model: str, found: list[tuple[int, str]]) -> list[tuple[int, DeclaredAdapter]]:
-    import yaml
-
     if not isinstance(node, yaml.MappingNode):
         found.append((_line(node), "`adapters` is a mapping of names and sources."))
         return []
@@ -214,8 +206,6 @@ def _wrong_adapters(adapters: list[tuple[int, DeclaredAdapter]], specs: list[Mod
 def _fields(
     pairs: dict[str, tuple[Any, Any]], within: str, at: dict[str, int], found: list[tuple[int, str]]
 ) -> dict[str, Any]:
-    import yaml
-
     values: dict[str, Any] = {}
     for name, (key, value) in pairs.items():
         at[f"{within}{name}"] = _line(key)
@@ -241,16 +231,12 @@ def _pairs(node: Any, within: str, found: list[tuple[int, str]], length: int = 1
 def _plain(node: Any) -> Any:
     """The value of a node that is a scalar or a list of scalars; what is neither as an empty one of its kind, which no
     field takes."""
-    import yaml
-
     if isinstance(node, yaml.SequenceNode):
         return [_scalar(part) for part in node.value]
     return _scalar(node)
 
 
 def _scalar(node: Any) -> Any:
-    import yaml
-
     if isinstance(node, yaml.SequenceNode):
         return []
     if isinstance(node, yaml.MappingNode):

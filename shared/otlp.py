@@ -58,9 +58,6 @@ class _RecordedSpan(Span):
     def rename(self, name: str) -> None:
         self._span.update_name(name)
 
-    def link(self, context: TraceContext) -> None:
-        self._span.add_link(_remote(context).get_span_context())
-
     def event(self, name: str, attributes: Attributes | None = None, *, at: int = 0) -> None:
         self._span.add_event(name, attributes, at or None)
 

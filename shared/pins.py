@@ -48,14 +48,14 @@ def pins_of(
     for name in sorted(pinned):
         if (size := sizes.get(name, 0)) > max(memory):
             return Pins(
-                f"The model {name} is pinned and takes {_gigabytes(size)}, and no host has more than "
-                f"{_gigabytes(max(memory))} for models; unpin it, or add a larger host."
+                f"The model {name} is pinned and takes {gigabytes(size)}, and no host has more than "
+                f"{gigabytes(max(memory))} for models; unpin it, or add a larger host."
             )
     taken = {name: sizes[name] * max(1, spec.least) for name, spec in pinned.items() if name in sizes}
     if (lacking := sum(taken.values()) - sum(memory)) > 0:
         return Pins(
-            f"What is pinned takes {_gigabytes(sum(taken.values()))} ({_listed(taken, sorted(taken))}), and all hosts "
-            f"have {_gigabytes(sum(memory))} together: {_listed(taken, _enough(taken, lacking))} would have to go; "
+            f"What is pinned takes {gigabytes(sum(taken.values()))} ({_listed(taken, sorted(taken))}), and all hosts "
+            f"have {gigabytes(sum(memory))} together: {_listed(taken, _enough(taken, lacking))} would have to go; "
             "unpin it, or add a host."
         )
     if unknown := sorted(pinned.keys() - taken.keys()):
@@ -95,8 +95,8 @@ def _enough(taken: Mapping[str, int], lacking: int) -> list[str]:
 
 def _listed(taken: Mapping[str, int], names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(f"{name} {_gigabytes(taken[name])}" for name in names[:NAMED]) + more
+    return ", ".join(f"{name} {gigabytes(taken[name])}" for name in names[:NAMED]) + more
 
 
-def _gigabytes(size: int) -> str:
+def gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"

@@ -123,9 +123,6 @@ class ProgressWatch:
         seen.observed = now
         return now - seen.since >= self._limit
 
-    def forget(self, key: Hashable) -> None:
-        self._seen.pop(key, None)
-
     def _drop_unobserved(self, now: float) -> None:
         before = now - _KEEP * self._limit
         for key in [key for key, seen in self._seen.items() if seen.observed < before]:

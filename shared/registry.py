@@ -102,12 +102,8 @@ def _wrong_setting(name: str, value: Any) -> str:
         if low <= value <= high:
             return ""
         return f"it must be {low} or more" if high == MAX_NUMBER and value < low else f"it must be {low} to {high}"
-    if name in _CHOICES:
-        return (
-            ""
-            if value in _CHOICES[name]
-            else f"it must be one of {', '.join(_CHOICES[name])}{_meant(value, _CHOICES[name])}"
-        )
+    if choices := _CHOICES.get(name):
+        return "" if value in choices else f"it must be one of {', '.join(choices)}{_meant(value, choices)}"
     if name == "speculation":
         number = value.isascii() and value.isdecimal() and len(value) < 4 and int(value) <= MAX_DRAFTS
         return "" if value in ("auto", "off") or number else f"it must be auto, off or a number from 0 to {MAX_DRAFTS}"
@@ -208,16 +204,13 @@ def of_hub(source: str) -> bool:
     """Whether the source reads as `org/name`, with or without `hf://` and a quantization."""
     if source.startswith(HUB):
         return True
-    return "/" in source and not source.startswith(("/", ".", "~")) and not _is_gguf_path(source)
+    is_file = source.endswith(".gguf") and ":" not in source
+    return "/" in source and not source.startswith(("/", ".", "~")) and not is_file
 
 
 def as_of_hub(source: str) -> str:
     """A source as nobody takes it for a path: what reads as a hub name is one, whatever directory a process runs in."""
     return f"{HUB}{source}" if of_hub(source) and not source.startswith(HUB) else source
-
-
-def _is_gguf_path(source: str) -> bool:
-    return source.endswith(".gguf") and ":" not in source
 
 
 def _replica_problems(spec: ModelSpec) -> Iterable[Problem]:

@@ -35,11 +35,9 @@ def server_context(certificate: str, key: str, client_ca: str = "", *, protocol:
 
 def client_context(ca: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
     """For a client that trusts the authorities in `ca` (empty: the system's). Raises `ConfigurationError`."""
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if ca else ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
         _trust(context, ca)
     if certificate:
         _load(context, certificate, key)

@@ -125,10 +125,6 @@ class Span:
         """Its name, where that is known at its end alone."""
         return
 
-    def link(self, context: TraceContext) -> None:
-        """It has to do with that span, of this trace or another."""
-        return
-
     def event(self, name: str, attributes: Attributes | None = None, *, at: int = 0) -> None:
         return
 
@@ -262,11 +258,10 @@ def begin(
     kind: Kind = "server",
     attributes: Attributes | None = None,
     links: Sequence[TraceContext] = (),
-    at: int = 0,
 ) -> Span:
     """A span at an edge: it continues the trace of `remote`, or begins one. The sampler decides."""
     recorder = _State.recorder
-    return NONE if recorder is None else recorder.start(name, remote, kind, attributes, links, at)
+    return NONE if recorder is None else recorder.start(name, remote, kind, attributes, links, 0)
 
 
 def under(
@@ -293,7 +288,6 @@ def follow(
     kind: Kind,
     attributes: Attributes | None = None,
     links: Sequence[TraceContext] = (),
-    at: int = 0,
 ) -> Span:
     """A span for a message of our own: recorded if the span that it came from is."""
     if _State.recorder is None or not traceparent:
@@ -301,7 +295,7 @@ def follow(
     context = parse(traceparent, tracestate)
     if context is None or not context.sampled:
         return NONE
-    return _State.recorder.start(name, context, kind, attributes, links, at)
+    return _State.recorder.start(name, context, kind, attributes, links, 0)
 
 
 # --- the span that is active -----------------------------------------------------------------------
@@ -324,18 +318,20 @@ def ids_of(span: Span) -> dict[str, str]:
 
 
 class active:  # noqa: N801  # a context manager, as those of contextlib
-    """Within the block `span` is the current one, and log lines carry its ids. The span goes on behind it."""
+    """Within the block `span` is the current one, and log lines carry its ids. The span goes on behind it; one that is
+    a `stage` ends with the block, and remains below the request's (`edge`)."""
 
-    __slots__ = ("_before", "_bound", "_span", "_token")
+    __slots__ = ("_before", "_bound", "_span", "_stage", "_token")
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, *, stage: bool = False) -> None:
         self._span = span
+        self._stage = stage
 
     def __enter__(self) -> Span:
         self._token: Token[Span] | None = None
         if self._span.recording:
             self._token = _current.set(self._span)
-            self._enter()
+            self._before = None if self._stage else _edge.set(self._span)
             self._bound = structlog.contextvars.bind_contextvars(**ids_of(self._span))
         return self._span
 
@@ -345,36 +341,14 @@ class active:  # noqa: N801  # a context manager, as those of contextlib
         if self._token is not None:
             structlog.contextvars.reset_contextvars(**self._bound)
             _current.reset(self._token)
-            self._leave()
-
-    def _enter(self) -> None:
-        self._before = _edge.set(self._span)
-
-    def _leave(self) -> None:
-        _edge.reset(self._before)
+            if self._before is not None:
+                _edge.reset(self._before)
+            else:
+                self._span.__exit__(kind, error, trace)
 
 
-def stage(name: str) -> "Span | _Stage":
+def stage(name: str) -> Span | active:
     """A block that is a part of what the current span is about, as a span of its own; nothing where that is not
     recorded."""
     parent = _current.get()
-    return NONE if parent is NONE else _Stage(under(parent, name))
-
-
-class _Stage(active):
-    """The span ends with the block, and remains below the request's (`edge`)."""
-
-    __slots__ = ()
-
-    def _enter(self) -> None:
-        return
-
-    def _leave(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if self._token is not None:
-            self._span.__exit__(kind, error, trace)
+    return NONE if parent is NONE else active(under(parent, name), stage=True)

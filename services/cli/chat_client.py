@@ -66,6 +66,7 @@ _KINDS: dict[str | None, type[RyzansteinError]] = {
 LISTINGS, LISTING_PAUSE = 50, 0.1
 # Of a text that is gone on with, where nobody says how many: a base model seldom ends one by itself.
 PLAIN_TOKENS = 256
+_WAITS = httpx.Timeout(600.0, connect=5.0)
 
 
 class ChatClient:
@@ -75,17 +76,10 @@ class ChatClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        model: str = "",
-        session: str = "",
-        timeout: float = 600.0,
-        api_key: str = "",
-        trust: ssl.SSLContext | bool = True,
+        self, url: str, *, model: str = "", session: str = "", api_key: str = "", trust: ssl.SSLContext | bool = True
     ) -> None:
         self.url = _checked(url)
-        self._client = httpx.Client(**http_options(api_key, trust, _waits(timeout)))
+        self._client = httpx.Client(**http_options(api_key, trust, _WAITS))
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
@@ -103,7 +97,7 @@ class ChatClient:
             try:
                 response = self._client.get(f"{self.url}/v1/models")
             except httpx.HTTPError as error:
-                raise _unreachable(self.url, error) from None
+                raise unreachable(self.url, error) from None
             self.model = _first_model(self.url, response)
         return self.model
 
@@ -137,7 +131,7 @@ class ChatClient:
                     if answer.whole:
                         return
         except httpx.HTTPError as error:
-            raise _unreachable(self.url, error) from None
+            raise unreachable(self.url, error) from None
         raise _broken_off()
 
 
@@ -155,7 +149,7 @@ async def answer_once(
     ends it at the gateway too. `model`: empty: the first that the gateway lists. Raises `NoChatTemplate` for a question
     to a model that knows no conversations, `TemplateRefused` where its template takes none such as this."""
     url = _checked(url)
-    async with httpx.AsyncClient(**http_options(api_key, trust, _waits(600))) as client:
+    async with httpx.AsyncClient(**http_options(api_key, trust, _WAITS)) as client:
         try:
             model = model or _first_model(url, await _models(client, url))
             said = prompt if plain else [{"role": "user", "content": prompt}]
@@ -171,7 +165,7 @@ async def answer_once(
                     if answer.whole:
                         return
         except httpx.HTTPError as error:
-            raise _unreachable(url, error) from None
+            raise unreachable(url, error) from None
     raise _broken_off()
 
 
@@ -186,10 +180,6 @@ def _checked(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigurationError(f"{url!r} is not the address of a gateway; write it as http://host:port.")
     return url.rstrip("/")
-
-
-def _waits(timeout: float) -> httpx.Timeout:
-    return httpx.Timeout(timeout, connect=5.0)
 
 
 def _request(
@@ -271,7 +261,7 @@ def _refusal(response: httpx.Response) -> RyzansteinError:
     return _KINDS.get(error.code, RyzansteinError)(error.message)
 
 
-def _unreachable(url: str, error: httpx.HTTPError) -> Unavailable:
+def unreachable(url: str, error: httpx.HTTPError) -> Unavailable:
     return Unavailable(
         f"The gateway at {url} did not answer ({error or type(error).__name__}); start the stack with "
         "`ryzanstein up`, or name another gateway with --url."

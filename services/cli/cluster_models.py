@@ -229,7 +229,7 @@ class ClusterModels:
             missing = [model for model in models if not _is_loaded(now, model, since)]
             return not missing  # each was looked at: one that fails is told though another is not there yet
 
-        return await self.wait(done, timeout, report, f"{_listed(models)} could not be loaded")
+        return await self.wait(done, timeout, report, f"{', '.join(models)} could not be loaded")
 
     async def wait_unloaded(self, model: str, timeout: float, report: Watch) -> ModelsSnapshot:
         """Returns when no group serves it or is on its way to."""
@@ -246,7 +246,7 @@ class ClusterModels:
             missing = [name for name in names if not _is_read(now, name)]
             return not missing
 
-        what = f"{_listed(names)} could not be read"
+        what = f"{', '.join(names)} could not be read"
         return await self.wait(done, timeout, report, what, "`ryzanstein adapters list`")
 
     async def wait(
@@ -323,15 +323,11 @@ def _is_loaded(now: ModelsSnapshot, model: str, since: float) -> bool:
     if spec is None or (spec.action == "unload" and spec.action_at >= since):
         raise ConfigurationError(f"{model} was {'unloaded' if spec else 'removed'} meanwhile by somebody else.")
     if status.state == "failed":
-        raise ModelLoadError(f"{model} could not be loaded on {_listed(status.hosts)}: {status.reason}")
+        raise ModelLoadError(f"{model} could not be loaded on {', '.join(status.hosts)}: {status.reason}")
     placement = now.placements.get(model)
     if placement is not None and placement.code and status.state != "loading" and time.time() - since > SETTLED:
         raise error_from_code(placement.code, placement.reason)
     return False
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def _raise(problems: Sequence[str]) -> None:

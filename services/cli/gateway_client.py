@@ -5,7 +5,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from rich.console import Console
@@ -82,13 +82,10 @@ class GatewayClient:
                 Progress(*columns, console=screen, disable=not is_shown) as progress,
                 progress.open(path, "rb", description=f"uploading {path.name}") as data,
             ):
-                return await self._send(path.name, data, purpose)
+                fields = {"data": {"purpose": purpose}, "files": {"file": (path.name, data)}}
+                return await self.ask("POST", "/v1/files", timeout=LONG_TIMEOUT, **fields)
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from None
-
-    async def _send(self, name: str, data: IO[bytes], purpose: str) -> dict[str, Any]:
-        fields = {"data": {"purpose": purpose}, "files": {"file": (name, data)}}
-        return await self.ask("POST", "/v1/files", timeout=LONG_TIMEOUT, **fields)
 
     async def content(self, path: str) -> AsyncGenerator[bytes, None]:
         """The bytes that lie at `path` of the API."""
@@ -112,10 +109,6 @@ class GatewayClient:
                     await response.aread()
                     raise _refusal(response)
                 yield response
-
-    async def download(self, path: str, target: Path) -> None:
-        """Writes them to the file `target`, which appears whole. Raises `ConfigurationError` where it cannot be."""
-        await save(self.content(path), target)
 
     @contextlib.contextmanager
     def _reachable(self) -> Iterator[None]:

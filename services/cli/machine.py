@@ -36,6 +36,13 @@ def memory_left() -> int:
         return 1 << 62
 
 
+def existing(place: Path) -> Path:
+    """`place`, or the nearest directory above it that is there."""
+    while not place.exists():
+        place = place.parent
+    return place
+
+
 def read_rate(threads: int, seconds: float = _MEASURED, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes per second that `threads` read together. Comparing two equal buffers reads both, and does nothing else."""
     compare = ctypes.CDLL(None).memcmp

@@ -93,14 +93,12 @@ class Recommendation(msgspec.Struct, frozen=True):
 def fitting(models: Iterable[RecommendedModel], memory: int, rate: float) -> list[Recommendation]:
     """Those of `models` that `memory` bytes hold, with what `rate` bytes per second make of them."""
     return [
-        Recommendation(model, model.memory, 0.0 if model.use == "embeddings" else _speed(model, rate))
+        Recommendation(
+            model, model.memory, 0.0 if model.use == "embeddings" else round(_SHARE * rate / model.read_per_token, 1)
+        )
         for model in models
         if model.memory <= memory
     ]
-
-
-def _speed(model: RecommendedModel, rate: float) -> float:
-    return round(_SHARE * rate / model.read_per_token, 1)
 
 
 def better_than(name: str, memory: int) -> RecommendedModel | None:

@@ -6,9 +6,10 @@ On something that is not a terminal (a log, a pipe) each stage is one line inste
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Self
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
@@ -44,6 +45,16 @@ def console() -> Console:
 def say(screen: Console, text: str, style: str | None = None) -> None:
     """Prints `text` as it is: the terminal wraps it, and nothing in it is markup."""
     screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """For programs, on one line."""
+    print(msgspec.json.encode(value).decode())  # noqa: T201
+
+
+def local_time(seconds: float) -> str:
+    """A moment in unix seconds, for people on this machine."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def megabytes(count: int) -> str:
@@ -311,8 +322,7 @@ class ModelBars(_Bars):
         """`share` from 0 to 1 counts where `done` and `total` (bytes) are not known."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=None)
-        amount = (done, total, True) if total else (share, 1.0 if share else None, False)
-        completed, whole, in_bytes = amount
+        completed, whole, in_bytes = (done, total, True) if total else (share, 1.0 if share else None, False)
         self._progress.update(
             self._tasks[name], completed=completed, total=whole, bytes=in_bytes, description=escape(description)
         )

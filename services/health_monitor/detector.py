@@ -329,7 +329,7 @@ class Detector:
             record = instance.record
             if name == subjects.connection(record.name, record.instance) and record.state != "gone":
                 instance.record = replace(record, state="gone")
-                events += self._lose_groups(record.instance, "its executor has lost its connection to NATS")
+                events += self._end_groups(record.instance, "its executor has lost its connection to NATS")
         for group in self._groups.values():
             if name == _leader_of(group) and group.record.state != "gone":
                 group.cut_off = now
@@ -349,20 +349,12 @@ class Detector:
         record = replace(record, heard_at=at, pid_namespace=beat.pid_namespace, version=beat.version)
         self._instances[beat.instance] = _Instance(record, now, beat.host)
         if beat.state == "gone":
-            return self._lose_groups(beat.instance, "its executor has stopped")
+            return self._end_groups(beat.instance, "its executor has stopped")
         said = beat.groups or ([beat.group] if beat.group is not None else [])
-        events = self._unload_groups(beat.instance, {group.group for group in said}) if beat.host else []
+        left = {group.group for group in said}
+        events = self._end_groups(beat.instance, "it was unloaded", left) if beat.host else []
         for group in said:
             events += self._observe_group(beat, group, now, at)
-        return events
-
-    def _unload_groups(self, instance: str, left: set[str]) -> list[GroupEvent]:
-        """The executor goes on without those of its groups that are not in `left`: they were unloaded."""
-        events: list[GroupEvent] = []
-        for name, group in self._groups.items():
-            if group.record.instance == instance and name not in left and group.record.state != "gone":
-                events += self._set_state(group, "gone", message="it was unloaded")
-                group.lost = False
         return events
 
     def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float, at: float) -> list[GroupEvent]:
@@ -448,11 +440,13 @@ class Detector:
             for group in self._groups.values():
                 group.progress = ProgressWatch(self._hung_after)
 
-    def _lose_groups(self, instance: str, reason: str) -> list[GroupEvent]:
+    def _end_groups(self, instance: str, reason: str, left: set[str] | None = None) -> list[GroupEvent]:
+        """An executor's groups are gone; with `left`, all but these: it goes on, and has unloaded the others."""
         events: list[GroupEvent] = []
-        for group in self._groups.values():
-            if group.record.instance == instance and group.record.state != "gone":
+        for name, group in self._groups.items():
+            if group.record.instance == instance and name not in (left or ()) and group.record.state != "gone":
                 events += self._set_state(group, "gone", message=reason)
+                group.lost = group.lost and left is None
         return events
 
     def _forget(self, now: float) -> None:

@@ -104,11 +104,6 @@ class RawBatch(msgspec.Struct, frozen=True):
     epoch: int
 
 
-def _sent(item: WaitingRequest, group: str, batch: int) -> msgspec.Raw:
-    """`item` as the leader of `group` gets it."""
-    return msgspec.Raw(item.trace.sent(item.raw, group, item.reason, batch))
-
-
 class Outcome(Protocol):
     """What becomes of dispatched requests."""
 
@@ -118,7 +113,7 @@ class Outcome(Protocol):
 
     def returned(self, item: WaitingRequest) -> None: ...
 
-    def answered(self) -> None:
+    def wake(self) -> None:
         """A batch is done with: there may be room for more."""
         ...
 
@@ -162,7 +157,11 @@ class Dispatcher:
             if group is None or not group.up or group.breaker.state == "open":
                 self._give_back(name)
                 continue
-            self._send_ready(group, now)
+            if name in self._asked:
+                continue
+            if batch := self._batcher.take(name, now, at_once=group.idle or not more_coming):
+                self._metrics.batch_size.observe(len(batch))
+                self._begin(group, batch)
         self._set_timer(loop)
 
     def refresh(self, group: Group) -> None:
@@ -178,14 +177,6 @@ class Dispatcher:
         await self._tasks.finished()
         if self._timer is not None:
             self._timer.cancel()
-
-    def _send_ready(self, group: Group, now: float) -> None:
-        if group.name in self._asked:
-            return
-        batch = self._batcher.take(group.name, now, at_once=group.idle or not self._more_coming)
-        if batch:
-            self._metrics.batch_size.observe(len(batch))
-            self._begin(group, batch)
 
     def _begin(self, group: Group, batch: list[WaitingRequest]) -> None:
         self._asked.add(group.name)
@@ -213,11 +204,9 @@ class Dispatcher:
         try:
             await self._withdraw(group, batch)
             began = loop.time()
+            sent = [msgspec.Raw(item.trace.sent(item.raw, group.name, item.reason, len(batch))) for item in batch]
             reply = await self._bus.request(
-                subjects.dispatch(group.name),
-                RawBatch([_sent(item, group.name, len(batch)) for item in batch], group.epoch),
-                DispatchReply,
-                timeout=self._timeout,
+                subjects.dispatch(group.name), RawBatch(sent, group.epoch), DispatchReply, timeout=self._timeout
             )
         except PayloadTooLarge as error:
             refused = [Refusal(item.generation_id, error.code, str(error), False) for item in batch]
@@ -237,7 +226,7 @@ class Dispatcher:
             self._settle(group, batch, reply)
         finally:
             self._asked.remove(group.name)
-        self._outcome.answered()
+        self._outcome.wake()
 
     async def _withdraw(self, group: Group, batch: list[WaitingRequest]) -> None:
         """Cancels requests at the groups that did not answer for them: such a one may have them, or find

@@ -144,14 +144,10 @@ class RequestQueue:
         self._by_id: dict[str, WaitingRequest] = {}
         self._lanes: dict[str, dict[Lane, FairQueue]] = {}
         self._deadlines = RequestHeap(self._waits)
-        self._depth: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._depth_of: Counter[tuple[str, Lane]] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    def depth(self, lane: Lane) -> int:
-        return self._depth[lane]
 
     def depth_of(self, model: str, lane: Lane) -> int:
         """Requests of one lane that wait for `model`."""
@@ -175,7 +171,6 @@ class RequestQueue:
                 return item
             self._drop(other)
         self._by_id[item.generation_id] = item
-        self._depth[item.lane] += 1
         self._depth_of[item.model, item.lane] += 1
         lanes = self._lanes.setdefault(item.model, {})
         if item.lane not in lanes:
@@ -232,7 +227,6 @@ class RequestQueue:
 
     def _drop(self, item: WaitingRequest) -> None:
         del self._by_id[item.generation_id]
-        self._depth[item.lane] -= 1
         key = item.model, item.lane
         self._depth_of[key] -= 1
         if not self._depth_of[key]:

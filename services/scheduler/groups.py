@@ -69,7 +69,8 @@ class CircuitBreaker:
     def succeeded(self) -> None:
         """The group has taken what it was sent."""
         if self.open_until != math.inf or self.state != "open":
-            self._close()
+            self._pause, self._probing = 0.0, False
+            self.state, self.open_until = "closed", 0.0
 
     def refused(self, now: float) -> None:
         """The group has not taken something, and may later."""
@@ -101,10 +102,6 @@ class CircuitBreaker:
             return
         self._pause = min(max(first, 2 * self._pause), longest)
         self.state, self.open_until, self._probing = "open", now + self._pause, False
-
-    def _close(self) -> None:
-        self._pause, self._probing = 0.0, False
-        self.state, self.open_until = "closed", 0.0
 
 
 SLOTS = 16_384
@@ -249,9 +246,6 @@ class Group:
         """Whether it does, or has yet to say what it computes. One at work that says nothing is of an earlier version,
         which computes none."""
         return self.computes(kind) or (self.traits is None and not self.up)
-
-    def update(self, usual: Usual) -> None:
-        self.ttft.update(self.load, self.sent_requests, self.sent_tokens, self.weight, usual)
 
 
 @dataclass(slots=True)
@@ -488,7 +482,7 @@ class GroupTable:
         """Brings the group's figures and its place among the open ones up to date."""
         usual = self._of(group.model).usual
         usual.hear(group.load)
-        group.update(usual)
+        group.ttft.update(group.load, group.sent_requests, group.sent_tokens, group.weight, usual)
         opens = group.takes and self._groups.get(group.name) is group
         if opens and group.place < 0:
             candidates = self._of(group.model).open

@@ -21,8 +21,8 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -297,7 +297,7 @@ class RequestIntake:
 
     async def _subscribe(self, pull: _LanePull) -> Subscription:
         return await self._bus.client.subscribe(
-            pull.inbox, cb=self._receiver(pull), pending_msgs_limit=2 * pull.limit + 64
+            pull.inbox, cb=partial(self._receive, pull), pending_msgs_limit=2 * pull.limit + 64
         )
 
     async def _renew(self, pull: _LanePull) -> None:
@@ -313,17 +313,14 @@ class RequestIntake:
             pull.inbox = self._bus.client.new_inbox()
             pull.subscription = await self._subscribe(pull)
 
-    def _receiver(self, pull: _LanePull) -> Callable[[Msg], Awaitable[None]]:
-        async def receive(message: Msg) -> None:
-            status = (message.headers or {}).get(_STATUS)
-            if status is not None:
-                self._on_status(pull, message, status)
-            else:
-                pull.outstanding = max(0, pull.outstanding - 1)
-                await self._on_request(pull, message)
-            await self._pull(pull)
-
-        return receive
+    async def _receive(self, pull: _LanePull, message: Msg) -> None:
+        status = (message.headers or {}).get(_STATUS)
+        if status is not None:
+            self._on_status(pull, message, status)
+        else:
+            pull.outstanding = max(0, pull.outstanding - 1)
+            await self._on_request(pull, message)
+        await self._pull(pull)
 
     def _on_status(self, pull: _LanePull, message: Msg, status: str) -> None:
         """A pull has ended: its time is up (408), or something is wrong and asking at once would be

@@ -171,7 +171,7 @@ class Placement:
         return None
 
     def _saves(self, ring: Group, best: Group, item: WaitingRequest, prefix: Prefix) -> bool:
-        """As `_keeps`. A ring that has not said how fast it is counts as fast as this one: seconds of work would be
+        """As `_is_worth`. A ring that has not said how fast it is counts as fast as this one: seconds of work would be
         done twice on a guess."""
         here, there = ring.ttft, best.ttft
         speed = there if best.load.prompt_tokens_per_second else here
@@ -184,12 +184,10 @@ class Placement:
         for prefix in item.prefixes:
             for name in ranking.ranked(prefix.key):
                 home = self._table.get(name)
-                if home is not None and _may_take(home, item) and self._keeps(home, best, item, prefix):
+                uncached = max(0, item.tokens - prefix.tokens)
+                if home is not None and _may_take(home, item) and self._is_worth(home, best, item, uncached, 0):
                     return home
         return None
-
-    def _keeps(self, home: Group, best: Group, item: WaitingRequest, prefix: Prefix) -> bool:
-        return self._is_worth(home, best, item, max(0, item.tokens - prefix.tokens), 0)
 
     def _is_worth(self, home: Group, best: Group, item: WaitingRequest, uncached: int, slack: int) -> bool:
         """Whether `home`, which lacks `uncached` tokens, answers as soon as `best`, which lacks all."""

@@ -3,10 +3,10 @@
 import asyncio
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -15,6 +15,7 @@ from services.scheduler.dispatcher import Batcher, Dispatcher
 from services.scheduler.fair_queue import RequestQueue
 from services.scheduler.groups import GroupTable
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.models.controller import ModelController
 from services.scheduler.placement import Placement, PlacementDecision, SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
@@ -102,20 +103,6 @@ PAYLOAD_MARGIN = 4096  # bytes of a message kept free for the batch's own framin
 log = structlog.get_logger(__name__)
 
 
-class Models(Protocol):
-    """What is known of the models that come and go."""
-
-    def arrived(self, model: str, *, served: bool) -> None: ...
-
-    def deferred(self, model: str) -> None: ...
-
-    def placement(self, model: str) -> ModelPlacement | None: ...
-
-    def removed(self, model: str) -> bool: ...
-
-    async def still_removed(self, model: str) -> bool: ...
-
-
 class Router:
     """One scheduler's work. Synchronous where it decides; replies and pins come back as tasks."""
 
@@ -128,7 +115,7 @@ class Router:
         rejections: Rejections,
         metrics: SchedulerMetrics,
         more_coming: Callable[[], bool],
-        models: Models,
+        models: ModelController,
     ) -> None:
         self._bus = bus
         self._settings = settings
@@ -171,7 +158,7 @@ class Router:
         elif (refused := self._refused(item)) is not None:
             self._models.arrived(item.model, served=False)
             self._refuse(item, refused)
-        elif crowded and not self._is_late(item) and self._waits_for_group(item.model):
+        elif crowded and not 0 < item.deadline <= time.time() and self._waits_for_group(item.model):
             self._models.deferred(item.model)
             return False
         elif self._is_full(item):
@@ -234,9 +221,6 @@ class Router:
         group = self._table.get(holder.group)
         return group is not None and group.up and group.epoch == holder.epoch
 
-    def _is_late(self, item: WaitingRequest) -> bool:
-        return 0 < item.deadline <= time.time()
-
     def _is_served(self, model: str) -> bool:
         return bool(self._table.open(model)) or any(group.up for group in self._table.of(model))
 
@@ -269,10 +253,14 @@ class Router:
         """How many requests wait for each model in each lane, where any do. Not to be changed."""
         return self._queue.depths
 
-    def waited(self, model: str) -> float:
-        """Seconds that the request has waited which is next for `model`."""
-        item = self._queue.peek(model)
-        return asyncio.get_running_loop().time() - item.arrived if item is not None else 0.0
+    def demand(self) -> Iterator[tuple[str, int, float]]:
+        """Of each model that requests wait for: their number, and seconds that the next of them has waited."""
+        now, totals = asyncio.get_running_loop().time(), Counter[str]()
+        for (model, _), count in self._queue.depths.items():
+            totals[model] += count
+        for model, count in totals.items():
+            item = self._queue.peek(model)
+            yield model, count, now - item.arrived if item is not None else 0.0
 
     def wake(self) -> None:
         """Something has changed: requests may find a place now."""
@@ -439,9 +427,6 @@ class Router:
             self._rejections.cancel(item)
         else:
             self._enqueue(item)
-
-    def answered(self) -> None:
-        self.wake()
 
     def _enqueue(self, item: WaitingRequest) -> None:
         displaced = self._queue.push(item)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from services.scheduler.groups import GroupTable
 from services.scheduler.intake import RequestIntake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
-from services.scheduler.models.controller import HostedJobKind, ModelController, waiting_of
+from services.scheduler.models.controller import HostedJobKind, ModelController
 from services.scheduler.models.metrics import ModelLifecycleMetrics
 from services.scheduler.placement import SessionPins
 from services.scheduler.rejections import Rejections
@@ -91,7 +91,7 @@ class SchedulerService(Service):
 
     def _waiting(self) -> Iterator[tuple[str, int, float]]:
         if self._router is not None:
-            yield from waiting_of(self._router.waiting, self._router.waited)
+            yield from self._router.demand()
 
     def _placed(self, model: str, placement: ModelPlacement | None) -> None:
         if self._router is not None:

@@ -6,9 +6,10 @@ It is looked for in the cache, then in the directory of models that settings may
 `preparation.prepare_model` does the same from asyncio, in a process of its own.
 """
 
+import contextlib
 import difflib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial as bound
 from pathlib import Path
 
@@ -70,10 +71,35 @@ def ensure_model(
     removed to make room (None: not known; nothing is removed). Raises `ConfigurationError` or `ModelLoadError`, each
     with the remedy.
     """
-    try:
-        return _ensure_model(name, store, progress, revision, named)
-    except OSError as error:
-        raise _not_taken(name, store, error) from None
+    with _storing(name, store):
+        built_in = _built_in(name)
+        if built_in is not None:
+            directory = _converted(
+                store.cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
+            )
+            recommend(directory, built_in.sampling, built_in.weight_dtype)
+            return built_in.name, directory
+        path = path_of(name := file_of(name))
+        if path is not None and path.is_dir():
+            return path.resolve().name, _checked_directory(path.resolve())
+        if _is_file(name):
+            path = Path(name).expanduser()
+            directory = _converted(store.cache / converted_name(path), progress, lambda scratch: path)
+            relink_gguf(directory, path)
+            return gguf_name(path), directory
+        if path is not None and path.exists():
+            raise ModelLoadError(
+                f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
+                "or a file that ends in .gguf."
+            )
+        directory = store.cache / directory_name(name, revision)
+        if not _is_whole(directory):
+            _check_hub_name(name, revision)
+            if (local := _in_library(name, revision, store)) is not None:
+                return served_name(name), _of_library(name, local, store, progress)
+            _check_typo(name)
+            _fetched(name, directory, store, progress, revision, named)
+        return served_name(name), directory
 
 
 def ensure_adapter(
@@ -87,13 +113,11 @@ def ensure_adapter(
         return _whole_adapter(path.resolve())
     _check_hub_name(name, revision)
     directory = store.cache / ADAPTERS / directory_name(name, revision)
-    try:
+    with _storing(name, store):
         if not _has_adapter(directory):
             if (local := _in_library(name, revision, store)) is not None:
                 return _whole_adapter(local)
             _fetched(name, directory, store, progress, revision, named, adapter=True)
-    except OSError as error:
-        raise _not_taken(name, store, error) from None
     return directory
 
 
@@ -137,37 +161,6 @@ def read_manifest(directory: Path) -> Manifest | None:
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError):
         return None
-
-
-def _ensure_model(name: str, store: Store, progress: Progress, revision: str, named: Named | None) -> tuple[str, Path]:
-    built_in = _built_in(name)
-    if built_in is not None:
-        directory = _converted(
-            store.cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
-        )
-        recommend(directory, built_in.sampling, built_in.weight_dtype)
-        return built_in.name, directory
-    path = path_of(name := file_of(name))
-    if path is not None and path.is_dir():
-        return path.resolve().name, _checked_directory(path.resolve())
-    if _is_file(name):
-        path = Path(name).expanduser()
-        directory = _converted(store.cache / converted_name(path), progress, lambda scratch: path)
-        relink_gguf(directory, path)
-        return gguf_name(path), directory
-    if path is not None and path.exists():
-        raise ModelLoadError(
-            f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
-            "or a file that ends in .gguf."
-        )
-    directory = store.cache / directory_name(name, revision)
-    if not _is_whole(directory):
-        _check_hub_name(name, revision)
-        if (local := _in_library(name, revision, store)) is not None:
-            return served_name(name), _of_library(name, local, store, progress)
-        _check_typo(name)
-        _fetched(name, directory, store, progress, revision, named)
-    return served_name(name), directory
 
 
 def _check_hub_name(name: str, revision: str) -> None:
@@ -309,9 +302,14 @@ def _whole_adapter(directory: Path) -> Path:
     return directory
 
 
-def _not_taken(name: str, store: Store, error: OSError) -> ConfigurationError:
-    where = f": {error.filename}" if error.filename else ""
-    return ConfigurationError(
-        f"The model cache {store.cache} cannot store the model {name} ({error.strerror or error}{where}); free space "
-        "or grant access there, or choose another directory with RYZANSTEIN_MODEL_CACHE."
-    )
+@contextlib.contextmanager
+def _storing(name: str, store: Store) -> Iterator[None]:
+    """Something is written into the cache within. Raises `ConfigurationError` where it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise ConfigurationError(
+            f"The model cache {store.cache} cannot store the model {name} ({error.strerror or error}{where}); free "
+            "space or grant access there, or choose another directory with RYZANSTEIN_MODEL_CACHE."
+        ) from None

@@ -17,7 +17,7 @@ import msgspec
 
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store.locks import LOCKS, idle, last_use, partial
-from shared.model_store.packed import PackedWeightsFile, discard, discard_of, packed_files
+from shared.model_store.packed import discard, discard_of, packed_files
 from shared.model_store.repository import MANIFEST, PARTS, Manifest, directory_name
 from shared.model_store.settings import Store
 from shared.models import converted_name, linked_gguf
@@ -136,16 +136,13 @@ def collect(store: Store, named: Named, target: int | None, *, dry_run: bool) ->
         idle_files = [one for one in packed_files(store.packed) if not one.needed or one.model in models]
         for file in () if dry_run else idle_files:
             discard(file.path)
-        return [*gone, *(_entry_of(file) for file in idle_files)]
+        packed = (CacheEntry(one.path, one.bytes, 0, one.used, removable=True, packed=True) for one in idle_files)
+        return [*gone, *packed]
 
 
 def _is_lost(entry: CacheEntry) -> bool:
     """Whether the GGUF file that the model is served from is gone."""
     return not entry.unfinished and any(not link.exists() for link in linked_gguf(entry.directory))
-
-
-def _entry_of(file: PackedWeightsFile) -> CacheEntry:
-    return CacheEntry(file.path, file.bytes, 0, file.used, removable=True, packed=True)
 
 
 def remove(directory: Path, *, unfinished: bool = False) -> bool:

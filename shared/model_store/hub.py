@@ -127,7 +127,38 @@ class Repository:
 
     def _explained(self, error: Exception) -> RyzansteinError:
         """What to do about an error of the hub's client."""
-        return _explained(error, self.name, self._revision, self._endpoint, self._store)
+        name, where = self.name, _without_secrets(self._endpoint)
+        if isinstance(error, OfflineModeIsEnabled):
+            return ModelLoadError(
+                f"{self._not_here()}, and the hub is not asked since HF_HUB_OFFLINE is set; put its files there, or "
+                "unset the variable."
+            )
+        if isinstance(error, GatedRepoError):
+            token = "the one that is set has no access" if get_token() else "none is set"
+            return ModelLoadError(
+                f"The repository {name} is gated: accept its conditions at {where}/{name}, and set HF_TOKEN to a token "
+                f"of that account ({token})."
+            )
+        if isinstance(error, RevisionNotFoundError):
+            return ModelLoadError(
+                f"The repository {name} has no revision {self._revision or 'main'!r}; name a branch, a tag or a commit "
+                "of it."
+            )
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+        if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
+            token = "the HF_TOKEN that is set has" if get_token() else "set HF_TOKEN to a token that has"
+            return ConfigurationError(
+                f"{self._not_here()} and could not be fetched: {where} knows no such repository, or does not show it; "
+                f"check the name, and of a private one whether {token} access."
+            )
+        return ConfigurationError(
+            f"{self._not_here()} and could not be fetched from {where} ({_without_secrets(reason_of(error))}); check "
+            "the name and the connection, or name a directory or a GGUF file."
+        )
+
+    def _not_here(self) -> str:
+        library = f" or the directory {self._store.library}" if self._store.library else ""
+        return f"The model {self.name} is not in the cache {self._store.cache}{library}"
 
 
 def fetch(repository: Repository) -> None:
@@ -150,10 +181,10 @@ def fetch(repository: Repository) -> None:
     repository.record(chosen)
 
 
-def look_at(name: str, directory: Path, store: Store, revision: str = "") -> ServableVerdict:
+def look_at(name: str, directory: Path, store: Store) -> ServableVerdict:
     """What the config.json of the repository `name`, fetched into `directory`, says of its model. Raises as `fetch`
     does."""
-    repository = Repository(name, revision, directory, store, lambda *step: None, lambda count: None)
+    repository = Repository(name, "", directory, store, lambda *step: None, lambda count: None)
     found = [file for file in repository.files if file.path == CONFIG]
     repository.fetch(checked(found, name))
     return verdict_on(directory) if found else ServableVerdict()
@@ -175,44 +206,6 @@ def fetch_adapter(repository: Repository) -> None:
     chosen = choose_adapter(repository.files, repository.name)
     repository.fetch(chosen)
     repository.record(chosen)
-
-
-def _explained(error: Exception, name: str, revision: str, endpoint: str, store: Store) -> RyzansteinError:
-    where = _without_secrets(endpoint)
-    if isinstance(error, OfflineModeIsEnabled):
-        return ModelLoadError(
-            f"{_not_here(name, store)}, and the hub is not asked since HF_HUB_OFFLINE is set; put its files there, "
-            "or unset the variable."
-        )
-    if isinstance(error, GatedRepoError):
-        token = "the one that is set has no access" if get_token() else "none is set"
-        return ModelLoadError(
-            f"The repository {name} is gated: accept its conditions at {where}/{name}, and set HF_TOKEN to a token of "
-            f"that account ({token})."
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return ModelLoadError(
-            f"The repository {name} has no revision {revision or 'main'!r}; name a branch, a tag or a commit of it."
-        )
-    if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403, 404):
-        token = "the HF_TOKEN that is set has" if get_token() else "set HF_TOKEN to a token that has"
-        return ConfigurationError(
-            f"{_not_here(name, store)} and could not be fetched: {where} knows no such repository, or does not show "
-            f"it; check the name, and of a private one whether {token} access."
-        )
-    return ConfigurationError(
-        f"{_not_here(name, store)} and could not be fetched from {where} ({_without_secrets(reason_of(error))}); "
-        "check the name and the connection, or name a directory or a GGUF file."
-    )
-
-
-def _not_here(name: str, store: Store) -> str:
-    places = [f"the cache {store.cache}", *([f"the directory {store.library}"] if store.library else [])]
-    return f"The model {name} is not in {' or '.join(places)}"
-
-
-def _status(error: Exception) -> int:
-    return error.response.status_code if isinstance(error, HfHubHTTPError) else 0
 
 
 def _without_secrets(text: str) -> str:

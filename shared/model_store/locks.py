@@ -41,7 +41,7 @@ def claimed(directory: Path, on_wait: Callable[[], None], *, keep: bool = False)
     descriptor = _open(lock_path(directory))
     scratch = partial(directory)
     try:
-        if not _try(descriptor, fcntl.LOCK_EX):
+        if not try_lock(descriptor):
             on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not keep:
@@ -63,7 +63,7 @@ def idle(directory: Path) -> Iterator[bool]:
     """Whether nobody fetches or serves the model of `directory`; nobody can begin to while this is held."""
     descriptor = _open(lock_path(directory))
     try:
-        yield _try(descriptor, fcntl.LOCK_EX)
+        yield try_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -121,9 +121,10 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _try(descriptor: int, kind: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Whether the lock is ours alone by now."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

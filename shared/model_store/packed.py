@@ -8,13 +8,13 @@ A file is needed while its model is there. One without a link was made by an ear
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from shared.model_store.locks import try_lock
 from shared.models import linked_gguf
 
 ENDING = ".packed"
@@ -72,24 +72,15 @@ def discard_of(model: Path, directory: Path) -> None:
 def is_written(path: Path) -> bool:
     """Whether somebody holds the file at `path`: for a moment, whoever asks does."""
     with _opened(path) as descriptor:
-        return not _try_to_lock(descriptor)
+        return not try_lock(descriptor)
 
 
 def discard_unwritten(path: Path) -> None:
     """As `discard`, of a file that nobody writes. Whoever begins to meanwhile finds that it has lost it. Raises
     `OSError`."""
     with contextlib.suppress(FileNotFoundError), _opened(path) as descriptor:
-        if _try_to_lock(descriptor) and os.path.samestat(path.stat(), os.fstat(descriptor)):
+        if try_lock(descriptor) and os.path.samestat(path.stat(), os.fstat(descriptor)):
             discard(path)
-
-
-def _try_to_lock(descriptor: int) -> bool:
-    """Whether the lock is ours by now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

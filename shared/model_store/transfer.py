@@ -12,7 +12,7 @@ it throws away what has come when its process ends, and compares no digests.
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -84,33 +84,20 @@ def persistently(ask: Callable[[], _Found], stop: threading.Event) -> _Found:
                 raise Stopped from None
 
 
-class TransferMeter:
-    """Bytes that are there, of several files at once, and those of them that have come over the network."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.done = 0
-        self.received = 0
-
-    def add(self, count: int, *, received: bool = False) -> None:
-        with self._lock:
-            self.done += count
-            self.received += count if received else 0
-
-
 class _Part:
     """A file on its way: as many bytes as have come, and their digest so far."""
 
-    def __init__(self, path: Path, file: RemoteFile, meter: TransferMeter) -> None:
+    def __init__(self, path: Path, file: RemoteFile, tell: Callable[[int], None]) -> None:
+        """`tell` is told of bytes that are there, and with less than 0 of those that are not any more."""
         self._stream = path.open("a+b", buffering=0)
-        self._file, self._meter = file, meter
+        self._file, self._tell = file, tell
         self.size = 0
         self._hasher = file.hasher()
         if path.stat().st_size > file.size:
             self._stream.truncate(0)
         self._stream.seek(0)
         while chunk := self._stream.read(_CHUNK):
-            self._count(chunk, received=False)
+            self._count(chunk)
 
     def __enter__(self) -> Self:
         return self
@@ -127,22 +114,22 @@ class _Part:
         left = memoryview(chunk)
         while left:
             left = left[self._stream.write(left) or 0 :]
-        self._count(chunk, received=True)
+        self._count(chunk)
 
     def restart(self) -> None:
         self._stream.truncate(0)
-        self._meter.add(-self.size)
+        self._tell(-self.size)
         self.size = 0
         self._hasher = self._file.hasher()
 
     def is_right(self) -> bool:
         return self._hasher is None or self._hasher.hexdigest() == self._file.digest
 
-    def _count(self, chunk: bytes, *, received: bool) -> None:
+    def _count(self, chunk: bytes) -> None:
         self.size += len(chunk)
         if self._hasher is not None:
             self._hasher.update(chunk)
-        self._meter.add(len(chunk), received=received)
+        self._tell(len(chunk))
 
 
 class Transfer:
@@ -155,7 +142,7 @@ class Transfer:
         self._files_at_once = files_at_once
         self.stop = threading.Event()
         self._lock = threading.Lock()
-        self.meter = TransferMeter()
+        self._done = 0  # bytes that are there, of all files
 
     def missing(self, files: Sequence[RemoteFile]) -> int:
         """Bytes of `files` that have not come yet."""
@@ -173,32 +160,28 @@ class Transfer:
         (self._directory / PARTS).mkdir(parents=True, exist_ok=True)
         total = sum(file.size for file in files.values())
         finished = self._finished()
-        with ThreadPoolExecutor(self._files_at_once, "download") as pool, self._stopping():
-            largest_first = sorted(files.items(), key=lambda item: -item[1].size)
+        largest_first = sorted(files.items(), key=lambda item: -item[1].size)
+        with ThreadPoolExecutor(self._files_at_once, "download") as pool:
             pending = {pool.submit(self._fetch, url, file, finished) for url, file in largest_first}
-            while pending:
-                done, pending = wait(pending, _INTERVAL, FIRST_COMPLETED)
-                report(min(self.meter.done, total), total)
-                _raise_first(done, pending)
-
-    @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.stop.set()
-            raise
+            try:
+                while pending:
+                    done, pending = wait(pending, _INTERVAL, FIRST_COMPLETED)
+                    report(min(self._done, total), total)
+                    _raise_first(done, pending)
+            except BaseException:
+                self.stop.set()
+                raise
 
     def _fetch(self, url: str, file: RemoteFile, finished: frozenset[str]) -> None:
         if self.stop.is_set():
             return
         target = self._directory / file.path
         if self._is_there(file, finished):
-            self.meter.add(file.size)
+            self._add(file.size)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         for attempt in (1, 2):
-            with _Part(self._part(file), file, self.meter) as part:
+            with _Part(self._part(file), file, self._add) as part:
                 self._complete(url, file, part)
                 if part.is_right():
                     break
@@ -213,6 +196,10 @@ class Transfer:
         self._part(file).replace(target)
         with self._lock, (self._directory / PARTS / _FINISHED).open("a", encoding="ascii") as record:
             record.write(f"{self._key(file)}\n")
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
 
     def _complete(self, url: str, file: RemoteFile, part: _Part) -> None:
         retries, most = Retries(), part.size

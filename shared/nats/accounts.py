@@ -60,7 +60,6 @@ class AccountImport(NamedTuple):
 class NatsAccount(NamedTuple):
     exports: tuple[Export, ...] = ()
     imports: tuple[AccountImport, ...] = ()
-    user: User | None = None  # who logs in to it
 
 
 def account_of(user: User) -> str:
@@ -107,7 +106,7 @@ def _of_user(user: User, table: Mapping[User, Rights]) -> NatsAccount:
         ),
         *_from_streams(user, table[user]),
     ]
-    return NatsAccount(tuple(dict.fromkeys(exports)), tuple(dict.fromkeys(imports)), user)
+    return NatsAccount(tuple(dict.fromkeys(exports)), tuple(dict.fromkeys(imports)))
 
 
 def mapped(subject: str) -> str:

@@ -6,7 +6,7 @@ can read the journal.
 
 nats-py's own `Client.request` makes an inbox name of random bytes and a second future, its `JetStreamContext.publish` a
 time-out task and three dictionaries too: a noticeable part of a gateway's and a scheduler's CPU time. `Requester` has
-one subscription for all answers, and `StoredPublisher` takes acknowledgements out of them:
+one subscription for all answers, and takes acknowledgements of streams out of them (`store`):
 
     request ── subject, reply: <inbox>.<number> ──▶ service, or stream
     <inbox>.* ◀── answer, or {"stream": ..., "seq": ...} ────
@@ -50,10 +50,13 @@ TURNS = 5  # of the event loop, in which an answer is read: socket, parser, queu
 
 
 class _Ack(msgspec.Struct, frozen=True):
-    """What the server answers."""
+    """What the server answers to a message for a stream."""
 
     seq: int = 0
     error: dict[str, str | int] | None = None
+
+
+_ack_decoder = msgspec.json.Decoder(_Ack)
 
 
 class AnswerTimeout:
@@ -111,6 +114,22 @@ class Requester:
             give_up.cancel()
             del self._waiting[reply]
 
+    async def store(self, subject: str, payload: bytes, *, timeout: float) -> int:
+        """Returns the message's number in its stream once it is stored there.
+
+        Raises what `JetStreamContext.publish` raises: `nats.errors.Error`, `TimeoutError` among them.
+        """
+        answer = await self.request(subject, payload, timeout=timeout)
+        if not answer.data:  # the server's status "no responders": there is no such stream
+            raise NoStreamResponseError
+        try:
+            ack = _ack_decoder.decode(answer.data)
+        except msgspec.DecodeError as error:
+            raise nats.errors.Error(f"the broker's answer cannot be read: {error}") from None
+        if ack.error is not None:
+            raise _api_error(ack.error)
+        return ack.seq
+
     def waiting(self) -> list["asyncio.Future[Msg]"]:
         """For each answer that is due: what is done once it is here."""
         return list(self._waiting.values())
@@ -124,30 +143,6 @@ class Requester:
 def no_responders(answer: Msg) -> bool:
     """Whether it is the server's status "no responders"."""
     return not answer.data and (answer.headers or {}).get("Status") == "503"
-
-
-class StoredPublisher:
-    """Publishes into streams."""
-
-    def __init__(self, requester: Requester) -> None:
-        self._requester = requester
-        self._decoder = msgspec.json.Decoder(_Ack)
-
-    async def publish(self, subject: str, payload: bytes, *, timeout: float) -> int:
-        """Returns the message's number in its stream once it is stored there.
-
-        Raises what `JetStreamContext.publish` raises: `nats.errors.Error`, `TimeoutError` among them.
-        """
-        answer = await self._requester.request(subject, payload, timeout=timeout)
-        if not answer.data:  # the server's status "no responders": there is no such stream
-            raise NoStreamResponseError
-        try:
-            ack = self._decoder.decode(answer.data)
-        except msgspec.DecodeError as error:
-            raise nats.errors.Error(f"the broker's answer cannot be read: {error}") from None
-        if ack.error is not None:
-            raise _api_error(ack.error)
-        return ack.seq
 
 
 def _api_error(error: dict[str, str | int]) -> Exception:
@@ -174,7 +169,7 @@ def as_list(value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=as_list)
 
 DEFAULT_PENDING_MESSAGES = 65_536
-DEFAULT_PENDING_BYTES = 64 << 20
+PENDING_BYTES = 64 << 20
 CLOSE_TIMEOUT = 2.0
 FLUSH_TIMEOUT = 10.0  # seconds within which the server answers whether it has read what was sent
 CLUSTER_REPLICAS = 3
@@ -238,7 +233,6 @@ class Bus:
         self._refusal = ""
         self._repeats: dict[tuple[str, str], int] = {}
         self._requester: Requester | None = None
-        self._stored: StoredPublisher | None = None
         self._unanswered: list[asyncio.Future[Any]] = []  # what was waited for when the connection broke
         self.watchdog = Watchdog()  # of the consumers that the broker keeps for this connection
 
@@ -255,7 +249,6 @@ class Bus:
             async with asyncio.timeout(settings.nats_connect_timeout):
                 await bus._connect(urls, name, tls)
                 bus._requester = await Requester.open(bus._client)
-                bus._stored = StoredPublisher(bus._requester)
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
@@ -376,11 +369,11 @@ class Bus:
         `BrokerUnavailable`, `PayloadTooLarge`.
         """
         payload = self._checked(message)
-        assert self._stored is not None, "connect opens it"
+        assert self._requester is not None, "connect opens it"
         give_up = asyncio.get_running_loop().time() + ELECTION
         while True:
             try:
-                return await self._stored.publish(subject, payload, timeout=timeout)
+                return await self._requester.store(subject, payload, timeout=timeout)
             except (nats.errors.Error, TimeoutError) as error:
                 waits = self.clustered and lacks_leader(error)
                 if not waits or asyncio.get_running_loop().time() >= give_up:
@@ -411,7 +404,6 @@ class Bus:
         queue: str = "",
         on_gap: Callable[[], object] | None = None,
         pending_messages: int = DEFAULT_PENDING_MESSAGES,
-        pending_bytes: int = DEFAULT_PENDING_BYTES,
     ) -> Subscribed:
         """Calls `handler` for each message, in order; what it returns is sent to whoever asked.
 
@@ -435,7 +427,7 @@ class Bus:
                 await self._client.publish(msg.reply, reply if isinstance(reply, bytes) else encode(reply))
 
         subscription = await self._client.subscribe(
-            subject, queue=queue, cb=receive, pending_msgs_limit=pending_messages, pending_bytes_limit=pending_bytes
+            subject, queue=queue, cb=receive, pending_msgs_limit=pending_messages, pending_bytes_limit=PENDING_BYTES
         )
         if on_gap is None:
             return Subscribed(subscription, lambda: None)

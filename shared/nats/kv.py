@@ -383,19 +383,15 @@ def _deleted(message: Msg) -> bool:
 
 
 async def _find_or_create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
-    try:
-        return await bus.jetstream().key_value(name)
-    except BucketNotFoundError:
-        return await _create(bus, name, ttl)
-
-
-async def _create(bus: Bus, name: str, ttl: float | None) -> KeyValue:
     def create(replicas: int) -> Awaitable[KeyValue]:
         config = KeyValueConfig(bucket=name, history=1, ttl=ttl, replicas=replicas)
         return bus.jetstream().create_key_value(config)
 
-    # None: another service was first, with another time to live
-    return await create_replicated(bus, create) or await _existing(bus, name)
+    try:
+        return await bus.jetstream().key_value(name)
+    except BucketNotFoundError:
+        # None: another service was first, with another time to live
+        return await create_replicated(bus, create) or await _existing(bus, name)
 
 
 async def _existing(bus: Bus, name: str) -> KeyValue:

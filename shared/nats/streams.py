@@ -24,7 +24,7 @@ from nats.js.errors import APIError, BadRequestError, NotFoundError
 from shared import releases
 from shared.errors import BrokerUnavailable, ConfigurationError, RyzansteinError
 from shared.nats import subjects
-from shared.nats.bus import DEFAULT_PENDING_BYTES, LEADER_PAUSE, Bus
+from shared.nats.bus import LEADER_PAUSE, PENDING_BYTES, Bus
 from shared.nats.errors import (
     BROKER_ERRORS,
     broker_error,
@@ -299,7 +299,7 @@ class StreamWatch:
         subscription: Subscription | None = None
         try:
             inbox = bus.client.new_inbox()
-            subscription = await bus.client.subscribe(inbox, cb=watch._take, pending_bytes_limit=DEFAULT_PENDING_BYTES)
+            subscription = await bus.client.subscribe(inbox, cb=watch._take, pending_bytes_limit=PENDING_BYTES)
             await watch._begin(stream, subject, inbox)
             yield watch
         finally:

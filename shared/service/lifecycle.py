@@ -270,13 +270,6 @@ class Service(abc.ABC):
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 
 
-async def _run_with_signals(service: Service) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, service.end)
-    await service.run()
-
-
 def main(
     service_type: Callable[[SettingsT], Service],
     settings_type: type[SettingsT],
@@ -297,8 +290,10 @@ def main(
         configure_logging(service.name, service.instance, level=level, fmt=fmt, about=about)
         if service.traces and tracing.configure(service.name, service.instance):
             service.registry.register(SpanCollector())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, service.end)
         try:
-            await _run_with_signals(service)
+            await service.run()
         finally:
             tracing.close()
 

@@ -97,7 +97,7 @@ def _bound(host: str, port: int, option: str, *, shared: bool, listens: bool) ->
 
 
 class Listener:
-    """Serves a bound and listening socket; what uvicorn asks of an `asyncio.Server` it has too."""
+    """Serves a bound socket."""
 
     def __init__(
         self,
@@ -120,9 +120,6 @@ class Listener:
         self._sock.setblocking(False)
         self._serving = True
         self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    def is_serving(self) -> bool:
-        return self._serving
 
     def close(self) -> None:
         """Accepts no more; what was accepted comes to be. Twice is safe."""

@@ -23,7 +23,7 @@ from services.gateway.training.runner import FineTuningMetrics
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from services.scheduler.training.metrics import TrainingMetrics
+from services.scheduler.training.jobs import job_count
 from shared.service.endpoints import Aliases, SpanCollector
 from shared.service.lifecycle import Service
 
@@ -89,7 +89,7 @@ def _services(directory: Path) -> Iterator[Service]:
         kernels="native avx2",
     )
     scheduler = SchedulerService(SchedulerSettings(instance="x"))
-    TrainingMetrics(scheduler.registry)
+    job_count(scheduler.registry)
     for service in (gateway, scheduler, HealthMonitorService(HealthMonitorSettings(instance="x")), executor):
         service.registry.register(SpanCollector())
         yield service

@@ -10,7 +10,7 @@ import typer
 
 from services.cli.cluster_models import ClusterModels, ModelsSnapshot, on_models
 from services.cli.declarations import local_source, watch_adapters
-from services.cli.ui import console, megabytes, print_columns, say
+from services.cli.ui import console, megabytes, print_columns, print_json, say
 from shared.errors import ConfigurationError, UnknownModel, error_from_code
 from shared.messages import ModelSpec
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, HostReply, PullAdapter, WantedAdapter
@@ -108,7 +108,7 @@ async def list_(
     base = now.resolve(model) if model else ""
     found = [one for _, one in sorted(now.adapters.items()) if base in ("", one.model)]
     if json:
-        print(msgspec.json.encode([_fields(now, one) for one in found]).decode())  # noqa: T201
+        print_json([_fields(now, one) for one in found])
         return
     if not found:
         say(console(), "There are no adapters; `ryzanstein adapters load` loads one.")
@@ -186,7 +186,7 @@ def _row(now: ModelsSnapshot, record: AdapterRecord) -> tuple[str, ...]:
 
 def _show(now: ModelsSnapshot, record: AdapterRecord, *, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(_fields(now, record)).decode())  # noqa: T201
+        print_json(_fields(now, record))
         return
     if record.digest:
         size, where = megabytes(record.bytes), ", ".join(_groups_with(now, record)) or "no group yet"

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,7 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from services.cli.gateway_client import TIMEOUT, GatewayClient, RequestRefused, connected, metadata_of, patiently, save
 from services.cli.target import ApiKey, DataDir, Gateway, NatsUrl, Url, gateway_of_stack, nats_of_stack, with_options_of
-from services.cli.ui import bar_columns, console, print_columns, say
+from services.cli.ui import bar_columns, console, local_time, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError
 from shared.messages.batches import OVER, BatchAsk, BatchListing, BatchReply, BatchSubmit
@@ -85,13 +84,13 @@ class NatsBatches:
             completion_window=wanted.window,
             metadata=wanted.metadata,
         )
-        return self._batch(await self._ask(subjects.BATCH_SUBMIT, asked))
+        return (await self._ask(subjects.BATCH_SUBMIT, asked)).batch or {}
 
     async def get(self, batch: str) -> Batch:
-        return self._batch(await self._ask(subjects.BATCH_STATUS, BatchAsk(id=batch)))
+        return (await self._ask(subjects.BATCH_STATUS, BatchAsk(id=batch))).batch or {}
 
     async def cancel(self, batch: str) -> Batch:
-        return self._batch(await self._ask(subjects.BATCH_CANCEL, BatchAsk(id=batch)))
+        return (await self._ask(subjects.BATCH_CANCEL, BatchAsk(id=batch))).batch or {}
 
     async def listed(self, limit: int) -> list[Batch]:
         return (await self._ask(subjects.BATCH_LIST, BatchListing(limit=limit))).batches or []
@@ -110,9 +109,6 @@ class NatsBatches:
         if reply.error is not None:
             raise RequestRefused(str(reply.error["message"]))
         return reply
-
-    def _batch(self, reply: BatchReply) -> Batch:
-        return reply.batch or {}
 
 
 BatchClient = HttpBatches | NatsBatches
@@ -216,7 +212,12 @@ async def _status(client: BatchClient, batch: Id, wait: Wait = False) -> None:
 @_command("list")
 async def _list(client: BatchClient, limit: Annotated[int, typer.Option(min=1, max=100)] = 20) -> None:
     """Show the newest batches."""
-    print_batches(await client.listed(limit), console())
+    rows = [("created", "status", "done", "failed", "total", "batch")]
+    for batch in await client.listed(limit):
+        counts = batch["request_counts"]
+        numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
+        rows.append((local_time(batch["created_at"]), batch["status"], *numbers, batch["id"]))
+    print_columns(console(), rows, right=(2, 3, 4))
 
 
 @_command("cancel")
@@ -235,10 +236,11 @@ async def _download(client: BatchClient, batch: Id, output: Output = None, error
 
 
 async def _fetch(client: BatchClient, batch: Batch, output: Path | None, errors: Path | None) -> None:
-    if output is not None and await download(client, batch, "output", output):
-        say(console(), f"results: {output}")
-    if errors is not None and await download(client, batch, "errors", errors):
-        say(console(), f"errors: {errors}")
+    kinds: tuple[tuple[Kind, str, Path | None], ...] = (("output", "results", output), ("errors", "errors", errors))
+    for kind, told, path in kinds:
+        if path is not None and batch[FILE_FIELDS[kind]]:
+            await save(client.content(batch, kind), path)
+            say(console(), f"{told}: {path}")
 
 
 def _judge(batch: Batch) -> None:
@@ -293,14 +295,6 @@ async def wait_for_end(client: BatchClient, batch: Batch, console: Console) -> B
             batch = await patiently(partial(client.get, batch["id"]))
 
 
-async def download(client: BatchClient, batch: Batch, kind: Kind, path: Path) -> bool:
-    """Writes one of its files to `path`; False when it has none of that kind."""
-    if not batch[FILE_FIELDS[kind]]:
-        return False
-    await save(client.content(batch, kind), path)
-    return True
-
-
 def print_batch(batch: Batch, console: Console) -> None:
     """Its state, and what is wrong with its input."""
     counts = batch["request_counts"]
@@ -308,25 +302,11 @@ def print_batch(batch: Batch, console: Console) -> None:
     rows += [(name, batch[name]) for name in ("endpoint", "model", "input_file_id") if batch[name]]
     rows.append(("lines", f"{counts['completed']} completed, {counts['failed']} failed, {counts['total']} in all"))
     rows += [(name, batch[name]) for name in FILE_FIELDS.values() if batch[name]]
-    rows += [(name, _time(batch[name])) for name in ("created_at", "expires_at") if batch[name]]
+    rows += [(name, local_time(batch[name])) for name in ("created_at", "expires_at") if batch[name]]
     print_columns(console, rows[1:])
     for error in (batch["errors"] or {"data": []})["data"]:
         where = f"line {error['line']}: " if error["line"] else ""
         say(console, f"{where}{error['message']} ({error['code']})")
-
-
-def print_batches(batches: Sequence[Batch], console: Console) -> None:
-    """One row each, the newest first."""
-    rows = [("created", "status", "done", "failed", "total", "batch")]
-    for batch in batches:
-        counts = batch["request_counts"]
-        numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
-        rows.append((_time(batch["created_at"]), batch["status"], *numbers, batch["id"]))
-    print_columns(console, rows, right=(2, 3, 4))
-
-
-def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -43,7 +42,7 @@ def drain(
     settings = nats_of_stack(data_dir, nats_url)
     screen = console()
     with screen.status(f"{group}: draining") as progress:
-        end = asyncio.run(
+        left, groups = asyncio.run(
             drain_group(
                 settings,
                 group,
@@ -53,8 +52,8 @@ def drain(
                 report=lambda record: progress.update(left_of(record)),
             )
         )
-    print_groups(end.groups, screen)
-    if end.left:
+    print_groups(groups, screen)
+    if left:
         say(screen, f"{group} has left.")
     elif wait:
         raise DeadlineExceeded(
@@ -68,17 +67,11 @@ def undrain(group: Group, data_dir: DataDir = None, nats_url: NatsUrl = "") -> N
     say(console(), f"{group} accepts requests again.")
 
 
-class DrainEnd(msgspec.Struct, frozen=True):
-    """How far a drain has come."""
-
-    left: bool  # whether the group has left
-    groups: dict[str, GroupRecord]  # all groups of its model, as they stand
-
-
 async def drain_group(
     settings: CommonSettings, group: str, *, grace: float, wait: bool, timeout: float, report: Report
-) -> DrainEnd:
-    """Has `group` accept nothing more, and waits for its end for up to `timeout` seconds (0: for ever).
+) -> tuple[bool, dict[str, GroupRecord]]:
+    """Has `group` accept nothing more, and waits for its end for up to `timeout` seconds (0: for ever). Returns whether
+    it has left, and all groups of its model as they stand.
 
     `grace`: seconds that what runs may take to finish; below 0: as the executor's settings say. What has not
     finished then goes on in other groups. Raises `ConfigurationError` for a group that is not there, and
@@ -95,7 +88,7 @@ async def drain_group(
                     await _gone(bucket, record, report)
                 left = True
         groups = await bucket.items()
-    return DrainEnd(left, {name: one for name, one in groups.items() if one.model == record.model})
+    return left, {name: one for name, one in groups.items() if one.model == record.model}
 
 
 async def undrain_group(settings: CommonSettings, group: str) -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from services.cli.target import AsJson, DataDir, NatsUrl, known_group, nats_of_stack
-from services.cli.ui import console, say
+from services.cli.ui import console, print_json, say
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, NobodyThere
 from shared.messages import GroupRecord
@@ -71,7 +71,7 @@ def dump(
     if output is not None:
         _write(output, found)
     if json:
-        print(msgspec.json.encode(found).decode())  # noqa: T201
+        print_json(found)
     elif output is None:
         print_dump(found, console())
     else:
@@ -87,7 +87,7 @@ def plans(
     """Show the last step plans: tokens, sequences and KV blocks of each step, and how long it took."""
     found = asyncio.run(fetch_dump(nats_of_stack(data_dir, nats_url), group, 0.0, timeout))
     if json:
-        print(msgspec.json.encode(found.plans).decode())  # noqa: T201
+        print_json(found.plans)
     else:
         print_plans(found, console())
 

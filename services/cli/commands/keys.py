@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from services.cli.target import AsJson, DataDir, NatsUrl, nats_of_stack
-from services.cli.ui import console, print_columns, say
+from services.cli.ui import console, print_columns, print_json, say
 from shared.config import CommonSettings, seconds_of
 from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
@@ -107,7 +107,7 @@ def list_keys(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl 
     """Show all keys, without their secrets."""
     keys = _all(data_dir, nats_url)
     if json:
-        print(msgspec.json.encode(keys).decode())  # noqa: T201
+        print_json(keys)
         return
     print_columns(console(), [HEADINGS, *map(_row, keys)], right=(6, 7, 8))
 
@@ -120,7 +120,7 @@ def show(identity: Identity, json: AsJson = False, data_dir: DataDir = None, nat
     if not found:
         raise _unknown(identity)
     if json:
-        print(msgspec.json.encode(found[0]).decode())  # noqa: T201
+        print_json(found[0])
         return
     key = found[0]
     rows = list(zip(HEADINGS[1:], _row(key)[1:], strict=True))
@@ -211,18 +211,7 @@ def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:
     records = _with_bucket(data_dir, nats_url, lambda bucket: bucket.items())
     now = time.time()
     return [
-        KeyStatus(
-            identity,
-            record.name,
-            record.tenant,
-            record.state(now),
-            record.created,
-            record.expires,
-            record.revoked,
-            record.limits,
-            record.manage_models,
-            record.view_keys,
-        )
+        msgspec.convert({**msgspec.structs.asdict(record), "id": identity, "state": record.state(now)}, KeyStatus)
         for identity, record in sorted(records.items(), key=lambda item: item[1].created)
     ]
 
@@ -236,14 +225,10 @@ def _row(key: KeyStatus) -> list[str]:
         key.name or "-",
         key.state,
         *times,
-        *map(_limit, limits),
+        *(str(limit or "-") for limit in limits),
         "manage" if key.manage_models else "-",
         "view" if key.view_keys else "-",
     ]
-
-
-def _limit(limit: int) -> str:
-    return str(limit) if limit else "-"
 
 
 def _date(moment: float) -> str:

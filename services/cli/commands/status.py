@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.target import AsJson, DataDir, NatsUrl, StartedProcess, find_stack, nats_of_stack
-from services.cli.ui import console, described_traits, described_weights, megabytes, say
+from services.cli.ui import console, described_traits, described_weights, megabytes, print_json, say
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, GroupTraits, HostModel, HostRecord, ServiceRecord, StreamedWeights
 from shared.nats import subjects
@@ -32,7 +32,7 @@ def status(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "
     starting = stack is not None and not stack.gateway_url
     found = asyncio.run(read_status(settings, stack.started if stack is not None and starting else ()))
     if json:
-        print(msgspec.json.encode(found.status).decode())  # noqa: T201
+        print_json(found.status)
     else:
         screen = console()
         if starting:
@@ -122,7 +122,11 @@ def snapshot(
     groups = [group for group in groups if group.instance not in silent]
     status = StackStatus(
         services=sorted(
-            [*map(_service, services), *map(_unheard, silent.values())], key=lambda one: (one.name, one.instance)
+            [
+                *map(_service, services),
+                *(ServiceStatus(one.service, one.instance, one.pid, "starting") for one in silent.values()),
+            ],
+            key=lambda one: (one.name, one.instance),
         ),
         groups=list(map(_group, groups)),
         hosts=[
@@ -142,10 +146,6 @@ def snapshot(
 
 def _service(record: ServiceRecord) -> ServiceStatus:
     return ServiceStatus(record.name, record.instance, record.pid, record.state, record.version)
-
-
-def _unheard(process: StartedProcess) -> ServiceStatus:
-    return ServiceStatus(process.service, process.instance, process.pid, "starting")
 
 
 def _group(record: GroupRecord) -> GroupStatus:

@@ -116,7 +116,9 @@ def sla(
         "between_tokens_p95": target_between_tokens,
         "end_to_end_p95": target_end_to_end,
     }
-    targets |= {name: span_of(text, _option_of(name)) for name, text in times.items() if text}
+    for name, text in times.items():
+        if text:
+            targets[name] = span_of(text, f"--target-{name.removesuffix('_p95').replace('_', '-')}")
     if prometheus:
         client = client_of(prometheus, prometheus_token_file, prometheus_basic_auth_file, prometheus_ca)
         with client, _bar("prometheus") as progress:
@@ -134,10 +136,6 @@ def sla(
         print(markdown(report, zone) if form == "markdown" else msgspec.json.encode(report).decode())  # noqa: T201
     if check and not all(verdict.met for verdict in report.verdicts):
         raise typer.Exit(MISSED)
-
-
-def _option_of(indicator: Indicator) -> str:
-    return f"--target-{indicator.removesuffix('_p95').replace('_', '-')}"
 
 
 @contextlib.contextmanager

@@ -206,16 +206,14 @@ def scope_of(model: str, counts: Mapping[str, float], times: Mapping[str, Percen
 
 def judge(targets: Mapping[Indicator, float], scopes: Sequence[ReportScope]) -> list[TargetResult]:
     """Each target against the worst scope: a model that fails must not vanish among others that are busier."""
-    return [_verdict(indicator, target, scopes) for indicator, target in targets.items()]
-
-
-def _verdict(indicator: Indicator, target: float, scopes: Sequence[ReportScope]) -> TargetResult:
-    values = [(value, scope.model) for scope in scopes if (value := _value(indicator, scope)) is not None]
-    if not values:
-        return TargetResult(indicator, target, None, "", False)
-    at_least = indicator == "availability"
-    actual, model = (min if at_least else max)(values)
-    return TargetResult(indicator, target, actual, model, actual >= target if at_least else actual <= target)
+    found = []
+    for indicator, target in targets.items():
+        values = [(value, scope.model) for scope in scopes if (value := _value(indicator, scope)) is not None]
+        at_least = indicator == "availability"
+        actual, model = (min if at_least else max)(values, default=(None, ""))
+        met = actual is not None and (actual >= target if at_least else actual <= target)
+        found.append(TargetResult(indicator, target, actual, model, met))
+    return found
 
 
 def _value(indicator: Indicator, scope: ReportScope) -> float | None:

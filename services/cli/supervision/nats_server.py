@@ -10,12 +10,13 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 from pydantic import SecretStr
 
+from services.cli.supervision.early_executor import EarlyExecutor
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.nats import subjects
@@ -80,10 +81,6 @@ def _account(name: str, account: NatsAccount, user: str) -> str:
     lines += [f"    exports: [\n{exports}    ]\n"] if exports else []
     lines += [f"    imports: [\n{imports}    ]\n"] if imports else []
     return f"  {name} {{\n{''.join(lines)}  }}\n"
-
-
-def quoted(password: str) -> str:
-    return json.dumps(password)
 
 
 def variable_of(user: User) -> str:
@@ -236,12 +233,11 @@ class LocalNats:
         config = self._directory / "nats.conf"
         config.touch(mode=0o600)
         config.chmod(0o600)
-        quoted = {name: json.dumps(str(path)) for name, path in self._paths().items()}
         config.write_text(
             f"listen: 127.0.0.1:{self._port}\n"
-            f"ports_file_dir: {quoted['ports']}\n"
+            f"ports_file_dir: {json.dumps(str(self._directory))}\n"
             f"max_payload: {MAX_PAYLOAD}\n"
-            f"jetstream {{ store_dir: {quoted['store']} }}\n"
+            f"jetstream {{ store_dir: {json.dumps(str(self._directory / 'store'))} }}\n"
             f"{self._accounts()}"
             f"{self._more}"
         )
@@ -250,10 +246,7 @@ class LocalNats:
     def _accounts(self) -> str:
         if not self._least_rights:
             return single(self.user, self.password)
-        return per_user({user: quoted(self.passwords[user]) for user in USERS})
-
-    def _paths(self) -> dict[str, Path]:
-        return {"ports": self._directory, "store": self._directory / "store"}
+        return per_user({user: json.dumps(self.passwords[user]) for user in USERS})
 
     async def _wait_for_url(self) -> str:
         assert self._process is not None
@@ -283,20 +276,7 @@ class LocalNats:
             await stop_process(self._process, STOP_TIMEOUT)
 
 
-class Stoppable(Protocol):
-    """As asyncio's `Process`."""
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    async def wait(self) -> int: ...
-
-
-async def stop_process(process: Stoppable, grace: float) -> None:
+async def stop_process(process: asyncio.subprocess.Process | EarlyExecutor, grace: float) -> None:
     """SIGTERM, then SIGKILL after `grace` seconds; returns once it has ended."""
     for stop in (process.terminate, process.kill):
         if process.returncode is None:

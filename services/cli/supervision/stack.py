@@ -288,7 +288,7 @@ class LocalStack:
 
         Raises what the first service that ended said of itself.
         """
-        while not self._all_ready():
+        while not all(map(self._is_ready, self.children)):
             self._raise_if_ended()
             report(self.beats)
             self._news.clear()
@@ -333,10 +333,8 @@ class LocalStack:
     async def stop(self) -> None:
         """Ends everything that was started, in order. Safe to call at any time, and twice."""
         for service in STOP_ORDER:
-            stops: list[Awaitable[None]] = [
-                child.stop(self._grace(service)) for child in self.children if child.service == service
-            ]
-            await asyncio.gather(*stops)
+            children = (child for child in self.children if child.service == service)
+            await asyncio.gather(*(child.stop(self._grace(service)) for child in children))
         if self._bus is not None:
             await self._bus.close()
             self._bus = None
@@ -352,13 +350,11 @@ class LocalStack:
     # --- parts -----------------------------------------------------------------------------------
 
     def _make_services(self) -> list[Child]:
+        settings = self._settings
         return [
             self._child("health-monitor", 0, []),
-            *(self._child("scheduler", number, []) for number in range(self._settings.schedulers)),
-            *(
-                self._child("gateway", number, self._gateway_arguments(number))
-                for number in range(self._settings.gateways)
-            ),
+            *(self._child("scheduler", number, []) for number in range(settings.schedulers)),
+            *(self._child("gateway", number, self._gateway_arguments(number)) for number in range(settings.gateways)),
         ]
 
     def _make_executors(self) -> list[Child]:
@@ -462,9 +458,6 @@ class LocalStack:
             self._port = int(beat.address.rpartition(":")[2])  # it stays, should the gateway start again
         if beat.grpc_address:
             self._grpc_port = int(beat.grpc_address.rpartition(":")[2])
-
-    def _all_ready(self) -> bool:
-        return all(self._is_ready(child) for child in self.children)
 
     def _is_ready(self, child: Child) -> bool:
         beat = self.beats.get(child.instance)

@@ -12,7 +12,7 @@ import structlog
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.wanted_adapters import AdapterRead, WantedAdapters
 from shared.errors import RyzansteinError, Unavailable, error_from_code
-from shared.messages import HostCommand, HostReply, ModelSpec, PullModel
+from shared.messages import HostReply, ModelSpec, PullModel
 from shared.messages.registry import AdapterRecord, PullAdapter
 from shared.nats import subjects
 from shared.nats.adapters import AdapterRefused, read_by_first, settle
@@ -68,7 +68,8 @@ class AdapterReads:
                 failed = isinstance(found, str)
                 await self._settle(reading, found)
             elif reading.fetch:
-                fetched = await self._request(reading.fetch, PullModel(reading.base), FETCH_TIMEOUT)
+                subject = subjects.host_control(reading.fetch)
+                fetched = await self._bus.request(subject, PullModel(reading.base), HostReply, timeout=FETCH_TIMEOUT)
                 told = {"host": reading.fetch, "model": reading.base.name, "adapter": reading.name}
                 log.info("adapter_base_fetched", **told, ok=fetched.ok, error=fetched.error)
         except (RyzansteinError, msgspec.DecodeError) as error:
@@ -100,7 +101,3 @@ class AdapterReads:
             log.warning("adapter_refused", **told, error=found)
         elif done:
             log.info("adapter_registered", **told, digest=found.digest)
-
-    async def _request(self, host: str, command: HostCommand, timeout: float) -> HostReply:
-        """Raises `BrokerUnavailable`, `NobodyThere`."""
-        return await self._bus.request(subjects.host_control(host), command, HostReply, timeout=timeout)

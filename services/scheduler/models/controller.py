@@ -11,7 +11,7 @@ and there are no jobs for hosts nothing is said and nobody holds the lease.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -30,7 +30,6 @@ from shared.messages import (
     GroupRecord,
     HostRecord,
     HostReply,
-    Lane,
     ModelDemand,
     ModelLease,
     ModelPlacement,
@@ -386,12 +385,3 @@ async def _pause(event: asyncio.Event, least: float, most: float) -> None:
         return
     finally:
         event.clear()
-
-
-def waiting_of(depths: Mapping[tuple[str, Lane], int], age: Callable[[str], float]) -> Iterator[tuple[str, int, float]]:
-    """A scheduler's queue as `Waiting`: `depths` by model and lane; `age`: seconds that a model's first has waited."""
-    totals: Counter[str] = Counter()
-    for (model, _), count in depths.items():
-        totals[model] += count
-    for model, count in totals.items():
-        yield model, count, age(model)

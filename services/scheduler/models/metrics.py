@@ -33,7 +33,7 @@ class ModelLifecycleMetrics:
             "adapters_wanted",
             "LoRA adapters that are declared and that no host has read yet; reported by the scheduler that decides.",
         )
-        begin_at_zero(self.loads, [reason for reason in REASONS if reason in LOADS])
+        begin_at_zero(self.loads, LOADS)
         begin_at_zero(self.unloads, [reason for reason in REASONS if reason not in LOADS])
         begin_at_zero(self.requests, ("hit", "cold"))
 

@@ -7,6 +7,7 @@ from services.scheduler.models.cluster import ClusterView, Host, Replica
 from services.scheduler.models.eviction import Worth
 from services.scheduler.models.failures import Failures
 from shared.errors import ModelDoesNotFit, NoGroupAvailable
+from shared.pins import gigabytes
 
 NAMED = 4  # groups that a sentence names at most
 
@@ -16,10 +17,6 @@ class ModelRefusal(NamedTuple):
 
     code: str
     reason: str
-
-
-def gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> ModelRefusal:

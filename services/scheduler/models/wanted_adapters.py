@@ -7,7 +7,7 @@
 Times are unix seconds.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView
@@ -112,5 +112,5 @@ class WantedAdapters:
         return max(able, key=lambda host: (host.free, host.name)).name if able else ""
 
     def _is_fetched(self, model: str) -> bool:
-        said: Iterable[object] = (self._cluster.reported(model, host) for host in self._cluster.hosts.values())
-        return any(getattr(one, "state", "") == "downloading" for one in said)
+        said = (self._cluster.reported(model, host) for host in self._cluster.hosts.values())
+        return any(one is not None and one.state == "downloading" for one in said)

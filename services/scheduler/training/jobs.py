@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from services.scheduler.models.cluster import ClusterView
-from services.scheduler.training.metrics import TrainingMetrics
 from services.scheduler.training.placement import TrainingPlacer
 from shared.errors import RyzansteinError
 from shared.messages import HostCommand, HostReply
@@ -29,6 +28,16 @@ COMMAND_TIMEOUT = 5.0  # seconds that a host has to answer
 log = structlog.get_logger(__name__)
 
 
+def job_count(registry: CollectorRegistry) -> Gauge:
+    return Gauge(
+        "ryzanstein_training_jobs",
+        "Fine-tuning jobs whose files are checked and that are not over, by whether a host has them; reported by the "
+        "scheduler that decides.",
+        ["state"],
+        registry=registry,
+    )
+
+
 class TrainingJobs:
     """As `HostedJobs`."""
 
@@ -36,7 +45,7 @@ class TrainingJobs:
         self, bus: Bus, cluster: ClusterView, registry: CollectorRegistry, changed: Callable[[], None]
     ) -> None:
         self._bus = bus
-        self._metrics = TrainingMetrics(registry)
+        self._count = job_count(registry)
         self._changed = changed
         self._bucket = training_jobs(bus)
         self._placer = TrainingPlacer(cluster)
@@ -52,7 +61,7 @@ class TrainingJobs:
 
     async def start(self, spawn: Callable[..., object]) -> None:
         await self._bucket.ensure()
-        spawn(self._follow(), "training jobs")
+        spawn(self._bucket.follow_revisions(self._on_job, self._on_all), "training jobs")
 
     async def stop(self) -> None:
         await self._tasks.cancel()
@@ -66,13 +75,14 @@ class TrainingJobs:
                 self._tasks.spawn(self._write(key, job), key)
         for host, command in decisions.commands:
             self._tasks.spawn(self._tell(host, command), host)
-        self._metrics.jobs_are(decisions.waiting, decisions.running)
+        self._show(decisions.waiting, decisions.running)
 
     def rest(self) -> None:
-        self._metrics.jobs_are(0, 0)
+        self._show(0, 0)
 
-    async def _follow(self) -> None:
-        await self._bucket.follow_revisions(self._on_job, self._on_all)
+    def _show(self, waiting: int, running: int) -> None:
+        self._count.labels("waiting").set(waiting)
+        self._count.labels("running").set(running)
 
     def _on_all(self) -> None:
         self.is_read = True

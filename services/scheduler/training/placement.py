@@ -14,8 +14,8 @@ trainings for it, which give their jobs back.
 """
 
 import heapq
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -81,7 +81,7 @@ class TrainingPlacer:
         for key in lost:
             if jobs[key].wanted != "run":  # a gateway writes what comes of it
                 self._changes[key] = _replace(jobs[key], host="", waiting_for="")
-        waiting = {key: job for key, job in jobs.items() if self._waits(job) or key in lost}
+        waiting = {key: job for key, job in jobs.items() if (is_live(job) and not job.host) or key in lost}
         waiting = {key: job for key, job in waiting.items() if job.wanted == "run"}
         self._stop_others()
         placed = self._place_all(waiting)
@@ -96,9 +96,6 @@ class TrainingPlacer:
             self._trials[key, host] = _Trial(job.attempt, self._now - SILENT_AFTER, self._now)
 
     # --- jobs that have a host -------------------------------------------------------------------
-
-    def _waits(self, job: TrainingJob) -> bool:
-        return is_live(job) and not job.host
 
     def _is_lost(self, key: str, job: TrainingJob) -> bool:
         """Whether one of its hosts does not train it, and will not."""
@@ -148,36 +145,41 @@ class TrainingPlacer:
     # --- jobs that wait --------------------------------------------------------------------------
 
     def _place_all(self, waiting: dict[str, TrainingJob]) -> int:
-        """Gives jobs to hosts; returns to how many."""
+        """Gives jobs to hosts; returns to how many. Next comes the tenant with the fewest under way; of equals, the one
+        with the oldest job."""
         places = self._places()
+        running = Counter(job.tenant for job in self._jobs.values() if job.host and is_live(job))
+        queues: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
+        for key, job in sorted(waiting.items(), key=lambda item: (item[1].created_at, item[0]), reverse=True):
+            queues[job.tenant].append((job.created_at, key))
+        turns = [(running[tenant], queue[-1], tenant) for tenant, queue in queues.items()]
+        heapq.heapify(turns)
         placed = looked = 0
-        for key, turn in self._in_turn(waiting):
-            job = waiting[key]
-            if self._now < job.retry_at:
-                if job.host:
-                    self._changes[key] = _replace(job, host="")
-                continue
-            looked += 1
-            hosts, reason = self._hosts_for(key, job, places) if looked <= AT_ONCE else ([], "Others come first.")
-            if hosts:
-                for name in hosts:
-                    places[name] -= 1
-                placed += 1
-                turn.placed()
-                self._changes[key] = _given(job, hosts)
-            elif job.host or job.waiting_for != reason:
-                self._changes[key] = _replace(job, host="", waiting_for=reason)
+        while turns:
+            _, (_, key), tenant = heapq.heappop(turns)
+            looked += self._now >= waiting[key].retry_at
+            has_hosts = self._place(key, waiting[key], places, looks=looked <= AT_ONCE)
+            placed += has_hosts
+            running[tenant] += has_hosts
+            queues[tenant].pop()
+            if queue := queues[tenant]:
+                heapq.heappush(turns, (running[tenant], queue[-1], tenant))
         return placed
 
-    def _in_turn(self, waiting: dict[str, TrainingJob]) -> Iterator[tuple[str, "_Turns"]]:
-        """Jobs that wait, by turns of their tenants."""
-        turns = _Turns(Counter(job.tenant for job in self._jobs.values() if job.host and is_live(job)))
-        by_tenant: dict[str, list[tuple[float, str]]] = {}
-        for key, job in waiting.items():
-            by_tenant.setdefault(job.tenant, []).append((job.created_at, key))
-        for tenant, queue in by_tenant.items():
-            turns.add(tenant, sorted(queue, reverse=True))
-        return turns.each()
+    def _place(self, key: str, job: TrainingJob, places: dict[str, int], *, looks: bool) -> bool:
+        """Gives the job to hosts, if some can be had, else notes why it waits."""
+        if self._now < job.retry_at:
+            if job.host:
+                self._changes[key] = _replace(job, host="")
+            return False
+        hosts, reason = self._hosts_for(key, job, places) if looks else ([], "Others come first.")
+        if hosts:
+            for name in hosts:
+                places[name] -= 1
+            self._changes[key] = _given(job, hosts)
+        elif job.host or job.waiting_for != reason:
+            self._changes[key] = _replace(job, host="", waiting_for=reason)
+        return bool(hosts)
 
     def _places(self) -> dict[str, int]:
         """Free places by host."""
@@ -247,32 +249,6 @@ class TrainingPlacer:
 
 NOBODY = "No executor with a free place takes"
 MAX_REASON = 500  # characters of why a job waits
-
-
-class _Turns:
-    """Whose job comes next: of the tenant with the fewest under way; of equals, the oldest."""
-
-    def __init__(self, running: Counter[str]) -> None:
-        self._running = running
-        self._heap: list[tuple[int, tuple[float, str], str, list[tuple[float, str]]]] = []
-        self._placed = False
-
-    def add(self, tenant: str, queue: list[tuple[float, str]]) -> None:
-        """`queue`: (when it was made, key), the oldest last."""
-        if queue:
-            heapq.heappush(self._heap, (self._running[tenant], queue[-1], tenant, queue))
-
-    def placed(self) -> None:
-        """The job that was yielded last has a host."""
-        self._placed = True
-
-    def each(self) -> Iterator[tuple[str, "_Turns"]]:
-        while self._heap:
-            _, _, tenant, queue = heapq.heappop(self._heap)
-            self._placed = False
-            yield queue.pop()[1], self
-            self._running[tenant] += self._placed
-            self.add(tenant, queue)
 
 
 def is_live(job: TrainingJob) -> bool:

@@ -123,8 +123,8 @@ async def test_everything_works_with_the_least_rights(server: LocalNats, tmp_pat
         assert deleted.json()["cancelled"]
         await until_stated(http, second, read_here, "cancelled")
         house.kill("gateway-0")  # its generations are inherited
-        end = await drain_group(operator, "group-1", grace=0.0, wait=True, timeout=30, report=lambda record: None)
-        assert end.left
+        left, _ = await drain_group(operator, "group-1", grace=0.0, wait=True, timeout=30, report=lambda record: None)
+        assert left
         await until_stated(http, second, inherited, "completed")
 
         key = new_key("acme", time.time())

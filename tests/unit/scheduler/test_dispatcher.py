@@ -110,7 +110,7 @@ class _Outcome:
     def returned(self, item: WaitingRequest) -> None:
         raise AssertionError("it was accepted")
 
-    def answered(self) -> None:
+    def wake(self) -> None:
         self.answers.put_nowait(None)
 
 

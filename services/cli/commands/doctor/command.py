@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from services.cli.commands.doctor import engine, hardware, software
 from services.cli.commands.doctor.check import Check, report_of, show
 from services.cli.target import DataDir, LocalSettings, find_stack, is_locked
-from services.cli.ui import console
+from services.cli.ui import console, print_json
 from shared.config import load_settings
 
 _API, _GRPC = 8000, 8001
@@ -34,7 +33,7 @@ def doctor(
         found += engine.checks(engine_python.expanduser(), model, settings.store.cache, hardware.free_memory())
     report = report_of(found)
     if json:
-        print(msgspec.json.encode(report).decode())  # noqa: T201
+        print_json(report)
     else:
         show(report, console())
     raise typer.Exit(1 if report.failed else 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from services.cli.commands.doctor.check import Check
 from services.cli.commands.doctor.hardware import output_of
+from services.cli.machine import existing
 from services.cli.supervision.nats_server import find_binary
 from services.cli.ui import megabytes
 from shared.errors import ConfigurationError
@@ -53,9 +54,7 @@ def compiler() -> Check:
 
 def disk(name: str, directory: Path) -> Check:
     """Of the file system that `directory` is or would be on."""
-    place = directory
-    while not place.exists():
-        place = place.parent
+    place = existing(directory)
     free = shutil.disk_usage(place).free
     found = f"{megabytes(free)} free in {directory}"
     if not os.access(place, os.W_OK):

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -10,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from rich.console import Console
 
-from services.cli.gateway_client import GatewayClient, ServerEvent, patiently
+from services.cli.gateway_client import GatewayClient, ServerEvent, patiently, save
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable, UnknownModel
 from shared.messages.training import TRAINING_OVER
 
@@ -92,7 +91,7 @@ class FineTuningClient:
     async def download(self, job: str, name: str, checkpoint: int, target: Path) -> None:
         """One of `ADAPTER_FILES`; `checkpoint`: its step, 0: the result."""
         query = f"?checkpoint={checkpoint}" if checkpoint else ""
-        await self._gateway.download(f"{_path(job)}/adapter/{name}{query}", target)
+        await save(self._gateway.content(f"{_path(job)}/adapter/{name}{query}"), target)
 
     async def find(self, name: str) -> tuple[Job, int]:
         """The job `name`, or the one that has made the model `name`, and of a checkpoint's its step, else 0. Raises
@@ -165,7 +164,3 @@ def what_is_wrong(job: Job) -> str:
     error = job["error"] or {}
     where = f" ({error['param']})" if error.get("param") else ""
     return f"{error.get('message') or 'it gives no reason'}{where}"
-
-
-def local_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -11,21 +11,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from services.cli.commands.fine_tune.client import (
-    Checkpoint,
-    Event,
-    FineTuningClient,
-    Job,
-    is_over,
-    local_time,
-    what_is_wrong,
-)
+from services.cli.commands.fine_tune.client import Checkpoint, Event, FineTuningClient, Job, is_over, what_is_wrong
 from services.cli.commands.fine_tune.export import Format
 from services.cli.commands.fine_tune.export import export as export_adapter
 from services.cli.commands.fine_tune.progress import JobView, steps_of
 from services.cli.gateway_client import connected, metadata_of, patiently
 from services.cli.target import ApiKey, AsJson, DataDir, Gateway, Url, gateway_of_stack, with_options_of
-from services.cli.ui import console, print_columns, say
+from services.cli.ui import console, local_time, print_columns, say
 from shared.errors import ConfigurationError, RyzansteinError
 from shared.messages.training import Optimizer, Schedule, TrainingMethod
 

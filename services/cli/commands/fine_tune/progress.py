@@ -118,7 +118,7 @@ class JobView:
             if event.get("type") == "metrics":
                 steps = event["message"]
             else:
-                self._tell(event["message"], event["level"])
+                say(self._screen, event["message"], {"warn": "yellow", "error": "red"}.get(event["level"]))
         self._tell_status(job)
         if self._live is None and steps:
             say(self._screen, steps)
@@ -128,9 +128,6 @@ class JobView:
             curve = self._metrics.curve(min(_CURVE_COLUMNS, self._screen.width))
             figures = figures_of(job, self._metrics, now)
             self._live.update(Group(*map(Text, curve), self._bar, *map(Text, [figures] if figures else [])))
-
-    def _tell(self, message: str, level: str) -> None:
-        say(self._screen, message, {"warn": "yellow", "error": "red"}.get(level))
 
     def _tell_status(self, job: Job) -> None:
         """Why no host has it, whenever that is another reason."""

@@ -88,13 +88,10 @@ def _gateway(url: str, directory: Path, model: str, *, may_start: bool) -> Itera
 
 def _target(client: Client, gateway: Gateway, model: str, api_key: str, directory: Path) -> Target:
     """What `client` is led to; what of it does not suit is said."""
-    served = Served(gateway.url, api_key, trust_of(gateway.certificate))
-    try:
+    with contextlib.closing(Served(gateway.url, api_key, trust_of(gateway.certificate))) as served:
         chosen = served.model(model)
         for sentence in served.unsuitable(chosen, client):
             say(console(), f"warning: {sentence}", "yellow")
-    finally:
-        served.close()
     context = chosen.max_model_len or _CONTEXT
     place = directory / "launch" / client.name
     return Target(gateway.url, chosen.id, api_key or _NO_KEY, context, place)
@@ -121,9 +118,7 @@ def _show(client: Client, target: Target, setup: ClientSetup, gateway: Gateway, 
     def quoted(text: str) -> str:
         if target.api_key == _NO_KEY or target.api_key not in text:
             return shlex.quote(text)
-        return "".join(
-            part if part == f'"{hidden}"' else shlex.quote(part) for part in _split(text, target.api_key, f'"{hidden}"')
-        )
+        return f'"{hidden}"'.join(shlex.quote(part) if part else "" for part in text.split(target.api_key))
 
     screen = console()
     for name, content in setup.files.items():
@@ -132,15 +127,6 @@ def _show(client: Client, target: Target, setup: ClientSetup, gateway: Gateway, 
     for name, value in _environment(setup, gateway).items():
         say(screen, f"export {name}={quoted(value)}")
     say(screen, " ".join([client.program, *(quoted(argument) for argument in (*setup.arguments, *arguments))]))
-
-
-def _split(text: str, key: str, instead: str) -> list[str]:
-    """`text` in parts, with `instead` where `key` stands."""
-    first, *others = text.split(key)
-    parts = [first]
-    for other in others:
-        parts += [instead, other]
-    return [part for part in parts if part]
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> int:

@@ -2,10 +2,12 @@
 
 import ssl
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import msgspec
 
+from services.cli.chat_client import unreachable
 from services.cli.commands.launch.clients import Client
 from services.cli.gateway_client import http_options
 from shared.errors import ConfigurationError, Unavailable
@@ -24,16 +26,11 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class _Listing(msgspec.Struct, frozen=True):
+class _Said(msgspec.Struct, frozen=True):
+    """Of a list of models, or of a refusal."""
+
     data: list[ServedModel] = []
-
-
-class _Refusal(msgspec.Struct, frozen=True):
-    message: str = ""
-
-
-class _Refused(msgspec.Struct, frozen=True):
-    error: _Refusal = _Refusal()
+    error: dict[str, Any] = {}
 
 
 class Served:
@@ -49,7 +46,7 @@ class Served:
     def model(self, name: str) -> ServedModel:
         """The model that was named, else the first that is served."""
         answer = self._ask("GET", "/v1/models")
-        listed = msgspec.json.decode(answer.content, type=_Listing).data if answer.status_code == 200 else []
+        listed = msgspec.json.decode(answer.content, type=_Said).data if answer.status_code == 200 else []
         if answer.status_code == 401:
             raise ConfigurationError("The gateway asks for an API key; set RYZANSTEIN_API_KEY to one.")
         found = next((model for model in listed if name in ("", model.id)), None)
@@ -81,13 +78,10 @@ class Served:
         answer = self._ask("POST", "/v1/chat/completions", body)
         if answer.status_code != 400:
             return ""
-        return msgspec.json.decode(answer.content, type=_Refused).error.message.rstrip(".")
+        return str(msgspec.json.decode(answer.content, type=_Said).error.get("message", "")).rstrip(".")
 
     def _ask(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
             return self._client.request(method, f"{self._url}{path}", json=body)
         except httpx.HTTPError as error:
-            raise Unavailable(
-                f"The gateway at {self._url} did not answer ({error or type(error).__name__}); start the stack with "
-                "`ryzanstein up`, or name another gateway with --url."
-            ) from None
+            raise unreachable(self._url, error) from None

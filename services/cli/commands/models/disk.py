@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from services.cli.machine import existing
 from services.cli.target import DataDir, LocalSettings
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.config import load_settings
@@ -34,18 +35,14 @@ def disk(
     """Show what models, packed weights, downloads and the local stack take on this machine's disk."""
     settings = load_settings(LocalSettings, data_dir=data_dir)
     found = disk_use(settings.store, settings.data_dir.expanduser())
-    free = shutil.disk_usage(_there(settings.store.cache)).free
+    free = shutil.disk_usage(existing(settings.store.cache)).free
     if as_json:
         print(json.dumps({"free": free, "places": msgspec.to_builtins(found)}))  # noqa: T201
         return
     rows = [("what", "entries", "size", "unneeded", "where")]
-    rows += [
-        (
-            *(one.what, str(one.entries), megabytes(one.bytes)),
-            *(megabytes(one.unneeded) if one.unneeded else "-", one.where),
-        )
-        for one in found
-    ]
+    for one in found:
+        unneeded = megabytes(one.unneeded) if one.unneeded else "-"
+        rows.append((one.what, str(one.entries), megabytes(one.bytes), unneeded, one.where))
     print_columns(console(), rows, right=(1, 2, 3))
     say(console(), f"\n{megabytes(sum(one.bytes for one in found))} in all, {megabytes(free)} free")
     if any(one.unneeded for one in found):
@@ -54,11 +51,8 @@ def disk(
 
 def disk_use(store: Store, data_dir: Path) -> list[DiskUse]:
     """Each place, also where nothing lies there."""
-    models, packed, unfinished = (
-        list_models(store.cache),
-        packed_files(store.packed),
-        unfinished_downloads(store.cache),
-    )
+    models, packed = list_models(store.cache), packed_files(store.packed)
+    unfinished = unfinished_downloads(store.cache)
     directories = [Path(one.directory) for one in models]
     lost = [bytes_of(one) for one in directories if not all(link.exists() for link in linked_gguf(one))]
     adapters = [*(store.cache / ADAPTERS).glob("[!.]*")]
@@ -85,9 +79,3 @@ def disk_use(store: Store, data_dir: Path) -> list[DiskUse]:
         DiskUse("logs", len([*logs.glob("*")]), bytes_of(logs), str(logs)),
         DiskUse("streams and queues", len([*queue.glob("*")]), bytes_of(queue), str(queue)),
     ]
-
-
-def _there(place: Path) -> Path:
-    while not place.exists():
-        place = place.parent
-    return place

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -276,11 +277,8 @@ def _unknown(model: str) -> str:
 
 
 def _row(tensor: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
-    values = 1
-    for extent in tensor["shape"]:
-        values *= extent
     shape = " x ".join(map(str, tensor["shape"]))
-    bits = f"{8 * tensor['bytes'] / max(1, values):.2f}"
+    bits = f"{8 * tensor['bytes'] / max(1, math.prod(tensor['shape'])):.2f}"
     return tensor["name"], tensor["format"], shape, f"{tensor['bytes']:,}", bits, tensor["computed_by"]
 
 

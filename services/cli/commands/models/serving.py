@@ -10,17 +10,9 @@ import msgspec
 import typer
 
 from services.cli.cluster_models import ClusterModels, ModelsSnapshot, on_models, run_on_models
-from services.cli.commands.models.tables import (
-    declared_fields,
-    print_json,
-    replicas_of,
-    say_status,
-    show_end,
-    told_of,
-    words,
-)
+from services.cli.commands.models.tables import declared_fields, replicas_of, say_status, show_end, told_of, words
 from services.cli.declarations import Applied, apply, local_source, plan_apply, read_file, spec_of, watch_adapters
-from services.cli.ui import ModelBars, console, described_traits, megabytes, say
+from services.cli.ui import ModelBars, console, described_traits, megabytes, print_json, say
 from shared import sparse_attention
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
@@ -129,25 +121,17 @@ async def set_(
         raise ConfigurationError("Nothing to change; see `ryzanstein models set --help`.")
     if "source" in fields:
         fields["source"] = local_source(fields["source"])
-    if least is not None and most is None:
-        fields["most"] = None
-
-    runs_otherwise = False
 
     def made(spec: ModelSpec) -> ModelSpec:
-        nonlocal runs_otherwise
-        given = dict(fields)
-        if "most" in given and given["most"] is None:  # a higher floor raises the roof with it
-            given["most"] = max(spec.most, least or 0)
-        new = _checked(given, spec)
-        runs_otherwise = _run_as(new) != _run_as(spec)
-        return new
+        # A higher floor raises the roof with it.
+        roof = {} if least is None or most is not None else {"most": max(spec.most, least)}
+        return _checked({**fields, **roof}, spec)
 
-    await models.change(name, made)
+    before, after = await models.change(name, made)
     found = await models.read()
     model = found.resolve(name)
     show_end(found, model, as_json=json)
-    if runs_otherwise and not json and any(found.groups_of(model)):
+    if _run_as(before) != _run_as(after) and not json and any(found.groups_of(model)):
         anew = f"`ryzanstein models unload {model}`, and the next request or `models load` brings it back with these."
         say(console(), f"Its groups keep the settings that they were loaded with: {anew}", "yellow")
 

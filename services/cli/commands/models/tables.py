@@ -7,7 +7,7 @@ import msgspec
 
 from services.cli.cluster_models import ClusterModels, ModelsSnapshot, with_models
 from services.cli.declarations import declared_adapters
-from services.cli.ui import console, megabytes, print_columns, say
+from services.cli.ui import console, megabytes, print_columns, print_json, say
 from shared import sparse_attention
 from shared.config import CommonSettings
 from shared.messages.registry import ModelSpec
@@ -118,7 +118,3 @@ def model_json(found: ModelsSnapshot, model: str, status: ModelStatus) -> dict[s
 
 def told_of(found: ModelsSnapshot, model: str) -> dict[str, Any]:
     return model_json(found, model, found.status(model))
-
-
-def print_json(value: Any) -> None:
-    print(msgspec.json.encode(value).decode())  # noqa: T201

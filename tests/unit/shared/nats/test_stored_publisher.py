@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
 
-from shared.nats.bus import TURNS, Requester, StoredPublisher
+from shared.nats.bus import TURNS, Requester
 
 
 class Client:
@@ -33,7 +33,7 @@ class Client:
 async def stored(answer: bytes) -> int:
     requester = await Requester.open(Client(answer))  # type: ignore[arg-type]
     try:
-        return await StoredPublisher(requester).publish("subject", b"", timeout=30)
+        return await requester.store("subject", b"", timeout=30)
     finally:
         assert requester.waiting() == []
         await asyncio.sleep(0)
@@ -77,13 +77,13 @@ class LateLoop(Client):
 async def test_what_has_come_is_read_before_it_is_given_up() -> None:
     """However late the loop is: with no time at all there are still the turns that reading takes."""
     requester = await Requester.open(LateLoop(TURNS - 2))  # type: ignore[arg-type]
-    assert await StoredPublisher(requester).publish("subject", b"", timeout=0) == 7
+    assert await requester.store("subject", b"", timeout=0) == 7
 
 
 async def test_what_does_not_come_is_given_up() -> None:
     client = LateLoop(2 * TURNS)
     requester = await Requester.open(client)  # type: ignore[arg-type]
     with pytest.raises(nats.errors.TimeoutError):
-        await StoredPublisher(requester).publish("subject", b"", timeout=0)
+        await requester.store("subject", b"", timeout=0)
     assert requester.waiting() == []
     await client.reading  # too late, and nobody's any more

@@ -57,7 +57,7 @@ async def test_a_connection_is_still_read_from_and_its_answer_is_whole(monkeypat
     reader, writer = await connect(server)
     assert await ask(reader, writer) == b"ok"
     stopping = asyncio.create_task(server.stop_accepting())
-    while server._server.listeners[0].is_serving():  # noqa: ASYNC110
+    while server._server.listeners[0]._serving:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert await ask(reader, writer) == b"ok", "it could not know"
     assert not stopping.done()
