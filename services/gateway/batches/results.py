@@ -25,7 +25,6 @@ from nats.js.errors import NotFoundError
 from services.gateway.batches.states import file_id
 from services.gateway.core.errors import describe, status_of
 from services.gateway.files.files import Files
-from shared.errors import RyzansteinError
 from shared.messages.batches import BatchJob, Counts, FileRecord, LineResult, LineResults, TokenCounts
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -219,7 +218,7 @@ class Results:
             turn = self._turns.pop(0)
             try:
                 await self._bus.publish_durable(subjects.batch_results(turn.batch), LineResults(turn.results))
-            except RyzansteinError as error:
+            except Exception as error:  # whatever it is, whoever waits is told, and the next are stored
                 turn.stored.set_exception(error)
                 turn.stored.exception()  # whoever waited may have gone
             else:
