@@ -29,8 +29,8 @@ from services.executor.model.model_facts import ModelFacts
 from services.executor.model.tokenizer_files import read_json
 from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import RowLogits
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import HeadReader, RunnerRequest
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.drafting.kind import DraftRequest
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.row_states import RowStates

@@ -9,7 +9,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepLimits
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.worker.backend import load_share
+from services.executor.worker.backends.catalog import load_share
 from services.executor.worker.drafting.kind import DraftRequest
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.translation import Translation
