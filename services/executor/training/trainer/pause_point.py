@@ -29,19 +29,16 @@ class Gate:
         """`pause`: is set when somebody wants one."""
         self._pause = pause
         self._platform = platform_of(device)
-        self._launched: deque[DeviceEvent] | None = None if self._platform.is_host else deque()
+        self._launched: deque[DeviceEvent] = deque()
 
     def __call__(self) -> None:
         """Raises `PauseWanted`."""
         if self._pause.is_set():
             raise PauseWanted
-        if self._launched is not None:
-            self._wait_for_layers(self._launched)
-
-    def _wait_for_layers(self, launched: deque[DeviceEvent]) -> None:
-        """For all but the last ones."""
+        if self._platform.is_host:
+            return
         event = self._platform.event()
         event.record()
-        launched.append(event)
-        if len(launched) > _LAYERS_AHEAD:
-            launched.popleft().synchronize()
+        self._launched.append(event)
+        if len(self._launched) > _LAYERS_AHEAD:
+            self._launched.popleft().synchronize()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import structlog
@@ -43,16 +43,19 @@ from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
-from services.executor.training.trainer.steps import SingleReplica, Steps, Trainable, TrainerReplicas, named_factors
+from services.executor.training.trainer.steps import SingleReplica, Steps, TrainerReplicas, named_factors
 from shared.errors import InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
+
+if TYPE_CHECKING:  # it imports transformers
+    from services.executor.training.model import TrainableModel
 
 log = structlog.get_logger(__name__)
 
 METRICS = "steps.csv"  # in the directory
 
-Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], Trainable]
+Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], "TrainableModel"]
 
 
 class Trainer:
@@ -212,7 +215,7 @@ def _replicas_of(
 
 def load_base(
     spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None], ranks: Collectives | None = None
-) -> Trainable:
+) -> "TrainableModel":
     """Raises `ModelLoadError`."""
     from services.executor.training.model import load_trainable
 
@@ -235,11 +238,6 @@ def _threads_of(spec: TrainerSpec, ranks: Collectives | None) -> int:
     return spec.threads if ranks is None else max(1, spec.threads // ranks.world_size)
 
 
-def device_of(settings: ExecutorSettings) -> torch.device:
-    """Where the ranks of these settings compute."""
-    return torch.device(choose_platform(settings.device).name)
-
-
 def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
     """The process, whose standard input is `commands`. Returns its exit code."""
     pipe = TrainerPipe(commands, events_fd)
@@ -253,13 +251,13 @@ def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
         about={"job": spec.job.id, "attempt": spec.job.attempt, **({"rank": spec.rank} if spec.rank else {})},
     )
     pipe.listen()
-    device = device_of(settings)
+    device = torch.device(choose_platform(settings.device).name)
     _be_deterministic(device)
     trainer: Trainer | None = None
     try:
         ranks = join_ranks(spec, settings, device, events_fd)
         torch.set_num_threads(_threads_of(spec, ranks))
-        tell = pipe.send if ranks.rank == 0 else _say_nothing
+        tell = pipe.send if ranks.rank == 0 else lambda event: None  # the first rank tells for all
         made = load or partial(load_base, ranks=ranks)
         trainer = Trainer(spec, made, tell, pipe.pause, device, pipe.clock, ranks)
         trainer.run()
@@ -276,10 +274,6 @@ def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
     if spec.rank:  # its end, before the first one's, would be a failure
         threading.Event().wait()
     return 0
-
-
-def _say_nothing(event: TrainerEvent) -> None:
-    """The first rank tells for all."""
 
 
 def _be_deterministic(device: torch.device) -> None:
