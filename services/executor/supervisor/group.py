@@ -42,7 +42,7 @@ MOST_DEATHS = 5  # rings that may die before the first one was ready
 
 
 class GroupHost(Protocol):
-    """What a group needs of the executor whose it is."""
+    """What groups and jobs need of the executor whose they are."""
 
     instance: str
     # Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile.
@@ -159,13 +159,14 @@ class GroupSupervisor:
 
     async def _supervise(self) -> RyzansteinError | None:
         """One ring after the other; each is killed to the last process before the next begins."""
-        pauses = Backoff()
+        pauses, host = Backoff(), self._host
         self._epoch = await self._last_epoch()
         while not self._stopping.is_set():
             if not await self._all_hosts():
                 return None
             self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-            ring = self._ring_of()
+            of_host = (host.forks, self._variables, host.activity, host.start_rank)
+            ring = Ring(self.settings, self.group, host.instance, self._epoch, self._nodes, *of_host)
             ring.board.set_log_level(self._log_level)
             pauses.began(time.monotonic())
             try:
@@ -183,21 +184,6 @@ class GroupSupervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pauses.next(time.monotonic()))
         return None
-
-    def _ring_of(self) -> Ring:
-        host = self._host
-        variables, activity = self._variables, host.activity
-        return Ring(
-            self.settings,
-            self.group,
-            host.instance,
-            self._epoch,
-            self._nodes,
-            host.forks,
-            variables,
-            activity,
-            host.start_rank,
-        )
 
     async def _last_epoch(self) -> int:
         """Of the group's last ring that anybody knows of, 0 without one. Epochs are milliseconds, so that they grow

@@ -93,10 +93,11 @@ class Ring:
         self.traits: GroupTraits | None = None  # None: not known yet
         self.adapters: list[str] = []  # digests of the LoRA adapters in memory
         self.given_up = ""  # why the supervisor has had enough of it, where it has
-        self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
-        self.board = RingBoard(self._directory / "board", settings.tp, create=True)
-        self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
-        board = HandoverBoard.path(self._directory / "board")
+        # Of files that end with the ring.
+        self.directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
+        self.board = RingBoard(self.directory / "board", settings.tp, create=True)
+        self.flight = FlightRecorder.beside(self.directory / "board", settings.tp, create=True)
+        board = HandoverBoard.path(self.directory / "board")
         self.handover = HandoverBoard(board, settings.tp, create=True)
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
@@ -147,11 +148,6 @@ class Ring:
         return f"{'packing' if self.board.packs else 'reading'} weights, {int(share * 4) * 25}%"
 
     @property
-    def directory(self) -> Path:
-        """Of files that end with the ring."""
-        return self._directory
-
-    @property
     def pids(self) -> list[int]:
         """Of the processes that were started on this host, by rank; some may have ended."""
         return [process.pid for process in self._processes if isinstance(process, LocalRank)]
@@ -185,8 +181,8 @@ class Ring:
         if self._activity is not None and self._slot is not None:
             self._activity.give_back(self._slot)
             self._slot = None
-        if self._directory.exists():
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self.directory.exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
@@ -218,7 +214,7 @@ class Ring:
             group=self._group,
             instance=self._instance,
             epoch=self.epoch,
-            board=str(self._directory / "board"),
+            board=str(self.directory / "board"),
             settings=settings,
             activity=str(page.path) if rank == 0 and page is not None and self._slot is not None else "",
             activity_slot=self._slot or 0,

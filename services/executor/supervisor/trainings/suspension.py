@@ -12,23 +12,13 @@ the kernel's or a driver's, and files of packed weights are written by whoever c
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from services.executor.ipc.activity import ActivityPage
+from services.executor.supervisor.trainings.training import Training
 
 LOOK = 0.02  # seconds between two looks at the page, while trainers are suspended
 # Seconds without interactive requests after which trainers go on: a conversation's next request comes soon.
 QUIET = 0.1
-
-
-class Suspendable(Protocol):
-    """What is suspended (`Training`). Either may be said again, and where there is nothing to do."""
-
-    def suspend(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def suspended_for(self) -> float: ...
 
 
 class Quiet:
@@ -51,7 +41,7 @@ class Quiet:
 class Suspension:
     """Of all trainers of a host."""
 
-    def __init__(self, page: Callable[[], ActivityPage | None], trainings: Mapping[str, Suspendable]) -> None:
+    def __init__(self, page: Callable[[], ActivityPage | None], trainings: Mapping[str, Training]) -> None:
         """`page`: of the host, where it trains; `trainings`: those that there are."""
         self._page = page
         self._trainings = trainings
@@ -67,7 +57,7 @@ class Suspension:
             training.suspend()
         self._watch()
 
-    def started(self, training: Suspendable) -> None:
+    def started(self, training: Training) -> None:
         """It has a trainer from now on. A request that came a moment ago may have told nobody: the page is looked at
         until it has been idle for a while."""
         page = self._page()
