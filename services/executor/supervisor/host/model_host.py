@@ -457,18 +457,15 @@ class ModelHost:
         names = [self._gpu_names[device] for device in devices]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
-    # --- for jobs --------------------------------------------------------------------------------
+    # --- as jobs see it (`HostModels`) -----------------------------------------------------------
 
     def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
-        """Of a group that serves it. Raises `ConfigurationError`."""
         return settings_of(self._settings, spec)
 
     async def prepare_base(self, settings: ExecutorSettings) -> str:
-        """Has its files made ready; returns what names it from then on. Raises `RyzansteinError`."""
         return await self._prepare(settings, lambda *step: None)
 
     def serves(self, model: str) -> bool:
-        """Whether one of its groups has it in memory."""
         return any(group.model == model and group.ready.is_set() for group in self.groups.values())
 
     async def _tell_idle(self) -> None:

@@ -209,7 +209,6 @@ class HostTrainings:
             await training.gone.wait()
 
     def on_request(self) -> None:
-        """A leader says that somebody waits for an answer."""
         self._suspension.begin()
 
     # --- commands --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
                   └──── armed ◀── all go on (SIGCONT) ◀── idle for `QUIET` ◀──────────────────────┘
 
 Whatever a trainer does stops at once: a step, its reading and packing while it loads, the writing of a state. A GPU
-computes the layers that it has in its queue to their end; these are few (`training/trainer/pause_point.py`). A trainer
+computes the layers that it has in its queue to their end; these are few (`training/trainer/process.py`). A trainer
 holds no lock meanwhile that others wait for: the kernel stops a process where it returns to its own code, with none of
 the kernel's or a driver's, and files of packed weights are written by whoever comes first, while others do without."""
 

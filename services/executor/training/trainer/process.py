@@ -6,6 +6,7 @@ specification ─▶ base, examples, state ─▶ Loaded ─▶ Stepped, StateWr
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,13 +34,13 @@ from services.executor.ipc.trainer_pipe import (
     TrainerPipe,
     TrainerSpec,
 )
+from services.executor.platforms.base import DeviceEvent
 from services.executor.platforms.catalog import choose_platform, platform_of
 from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.adapter_files import base_name, check_size, write_adapter, write_metrics
 from services.executor.training.trainer.examples import read_examples
 from services.executor.training.trainer.loop import Loop
 from services.executor.training.trainer.optimizer import FactorOptimizer
-from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
@@ -54,6 +55,37 @@ if TYPE_CHECKING:  # it imports transformers
 log = structlog.get_logger(__name__)
 
 METRICS = "steps.csv"  # in the directory
+
+# Layers that a GPU may have in its queue, which is what a request that comes has to wait for: a trainer is suspended
+# from outside meanwhile (`supervisor/trainings/suspension.py`), and its GPU computes what it has to the end.
+_LAYERS_AHEAD = 2
+
+
+class PauseWanted(Exception):
+    """Somebody wants a pause: the step under way is given up, to be made again."""
+
+
+class Gate:
+    """Between two layers: whether it is to pause, and how far ahead of its GPU it is."""
+
+    def __init__(self, device: torch.device, pause: threading.Event) -> None:
+        """`pause`: is set when somebody wants one."""
+        self._pause = pause
+        self._platform = platform_of(device)
+        self._launched: deque[DeviceEvent] = deque()
+
+    def __call__(self) -> None:
+        """Raises `PauseWanted`."""
+        if self._pause.is_set():
+            raise PauseWanted
+        if self._platform.is_host:
+            return
+        event = self._platform.event()
+        event.record()
+        self._launched.append(event)
+        if len(self._launched) > _LAYERS_AHEAD:
+            self._launched.popleft().synchronize()
+
 
 Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], "TrainableModel"]
 
