@@ -70,7 +70,8 @@ class EncoderRunner:
                 module.register_forward_hook(self._progressed)
         self._given = _Given(self._base)
         if vectors is None:
-            setattr(self._model, _name_of(self._model, self._base), self._given)
+            name = next(name for name, module in self._model.named_children() if module is self._base)
+            setattr(self._model, name, self._given)
         # What the last step has pooled, on rank 0: float32 [P, size]; or the logits of classes [P, labels].
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         self.scored: PromptTokenScores = no_scores()
@@ -194,10 +195,6 @@ class _Given(nn.Module):
         elif self._pooler is not None:
             pooled = self._pooler(self.states)
         return BaseModelOutputWithPooling(last_hidden_state=self.states, pooler_output=pooled)
-
-
-def _name_of(model: nn.Module, base: nn.Module) -> str:
-    return next(name for name, module in model.named_children() if module is base)
 
 
 def _pool(states: Tensor, pooling: str) -> Tensor:

@@ -21,23 +21,6 @@ LOOK = 0.02  # seconds between two looks at the page, while trainers are suspend
 QUIET = 0.1
 
 
-class Quiet:
-    """For how long a host has been idle. Pure: times are seconds of a clock that only goes forwards."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def busy(self) -> None:
-        """It is not, or was not a moment ago."""
-        self._since = None
-
-    def idle(self, now: float) -> bool:
-        """It is; whether it has been for so long that trainers may go on."""
-        if self._since is None:
-            self._since = now
-        return now - self._since >= QUIET
-
-
 class Suspension:
     """Of all trainers of a host."""
 
@@ -45,13 +28,13 @@ class Suspension:
         """`page`: of the host, where it trains; `trainings`: those that there are."""
         self._page = page
         self._trainings = trainings
-        self._quiet = Quiet()
+        self._busy_at = 0.0  # when somebody waited last, or the page began to be looked at; seconds of the loop's clock
         self._watching: asyncio.Task[None] | None = None
         self._is_suspended = False
 
     def begin(self) -> None:
         """Somebody waits for an answer."""
-        self._quiet.busy()
+        self._busy_at = asyncio.get_running_loop().time()
         self._is_suspended = True
         for training in self._trainings.values():
             training.suspend()
@@ -85,17 +68,17 @@ class Suspension:
     async def _look(self, page: ActivityPage) -> None:
         """Until the host was idle for a while, or trains nothing any more."""
         loop = asyncio.get_running_loop()
+        self._busy_at = loop.time()
         try:
             while self._trainings:
                 if not page.is_idle:
                     self.begin()
                 else:
                     page.arm()
-                    if self._quiet.idle(loop.time()):
+                    if loop.time() - self._busy_at >= QUIET:
                         return
                 await asyncio.sleep(LOOK)
         finally:
-            self._quiet.busy()
             self._is_suspended = False
             for training in self._trainings.values():
                 training.resume()
