@@ -218,17 +218,8 @@ class Trainer:
         name = f"adapter-{self.done}"
         hyperparameters = self._job.hyperparameters
         written = write_adapter(self._directory / name, self._factors, hyperparameters, base_name(self._job))
-        self._tell(
-            AdapterWritten(
-                self.done,
-                name,
-                written.digest,
-                written.rank,
-                written.bytes,
-                self._metrics[-1],
-                is_result=self._loop.is_whole,
-            )
-        )
+        told = (self.done, name, written.digest, written.rank, written.bytes, self._metrics[-1])
+        self._tell(AdapterWritten(*told, is_result=self._loop.is_whole))
 
 
 def _replicas_of(
