@@ -37,7 +37,7 @@ from services.executor.ipc.rank_pipe import (
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
-from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank, StartRank
+from services.executor.supervisor.ranks.rank_process import ForkClient, ForkedRank, LocalRank, StartRank
 from shared.messages import GroupTraits, RingDeath, StreamedWeights
 
 log = structlog.get_logger(__name__)
@@ -188,7 +188,7 @@ class Ring:
         if rank < self._settings.ranks_here:
             threads = thread_count(self._settings)
             local = await self._start_rank(threads, self._settings, self._forks, self._variables)
-            forked = local.is_forked
+            forked = isinstance(local.process, ForkedRank)
             log.info("rank_started", group=self._group, rank=rank, pid=local.pid, forked=forked, epoch=self.epoch)
             process: LocalRank | RemoteRank = local
         else:

@@ -205,8 +205,6 @@ def _is_subreaper() -> bool:
     return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
-SPIN_COUNT = RUNTIME["GOMP_SPINCOUNT"]
-
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first.
 NCCL_DEFAULTS = {
     # An error that NCCL reports on its own (a peer's socket closed, a link down) ends the process, which the
@@ -268,11 +266,6 @@ class LocalRank:
     @property
     def pid(self) -> int:
         return self.process.pid
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether the fork server has started it."""
-        return isinstance(self.process, ForkedRank)
 
     @property
     def returncode(self) -> int | None:
