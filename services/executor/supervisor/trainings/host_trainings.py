@@ -75,7 +75,7 @@ class HostTrainings:
     ) -> None:
         self._settings = settings
         self.start_trainer = start_trainer
-        self._service = service
+        self._service, self.instance = service, service.instance
         self._memory = memory
         self._models = models
         section = section_of(settings, TrainingSettings)
@@ -91,10 +91,6 @@ class HostTrainings:
         self.threads = len(os.sched_getaffinity(0))
 
     # --- as trainings see it ---------------------------------------------------------------------
-
-    @property
-    def instance(self) -> str:
-        return self._service.instance
 
     @property
     def bus(self) -> Bus:

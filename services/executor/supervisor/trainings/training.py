@@ -78,15 +78,13 @@ class ReadyBase(NamedTuple):
 class TrainingHost(Protocol):
     """What a training needs of the host whose it is."""
 
+    instance: str
     threads: int  # that a job is computed with which begins here
     start_trainer: StartTrainer
     state_interval: float  # seconds between two states that trainers write
 
     @property
     def bus(self) -> Bus: ...
-
-    @property
-    def instance(self) -> str: ...
 
     def trainer_started(self, training: "Training") -> None:
         """Suspends it where somebody waits for an answer."""
