@@ -23,7 +23,7 @@ from shared.messages.debugging import DebugCommand, Dump, JobReply, ProfileComma
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from tests.integration.executor.test_executor import Reader, dispatch, request
+from tests.integration.executor.reader import Reader, dispatch, request
 from tests.integration.executor.test_executor import executor as some_executor
 from tests.processes import ServiceProcess
 from tests.unit.executor.model.tiny import make_model
