@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import structlog
@@ -39,6 +39,7 @@ from services.executor.supervisor.failure_detection import cause_of_exit, death_
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
 from services.executor.supervisor.ranks.rank_process import ForkClient, ForkedRank, LocalRank, StartRank
 from shared.messages import GroupTraits, RingDeath, StreamedWeights
+from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +58,23 @@ class RingEnd(msgspec.Struct, frozen=True):
     cause: str = EXTERNAL  # as in `supervisor/failure_detection.py`
 
 
+class GroupHost(Protocol):
+    """What rings, groups and jobs need of the executor whose they are."""
+
+    instance: str
+    # Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile.
+    activity: ActivityPage | None
+    start_rank: StartRank
+
+    @property
+    def bus(self) -> Bus: ...
+
+    @property
+    def forks(self) -> ForkClient: ...
+
+    async def beat_now(self) -> None: ...
+
+
 class Ring:
     """One life of a group's ranks. `start`, then `wait_end`, then always `kill`."""
 
@@ -64,24 +82,18 @@ class Ring:
         self,
         settings: ExecutorSettings,
         group: str,
-        instance: str,
+        host: GroupHost,
         epoch: int,
-        nodes: HeadNode | None = None,
-        forks: ForkClient | None = None,
-        variables: Mapping[str, str] | None = None,
-        activity: ActivityPage | None = None,
-        start_rank: StartRank = LocalRank.start,
+        nodes: HeadNode | None,
+        variables: Mapping[str, str],
     ) -> None:
         """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
-        `forks`: where ranks of this host are forked. `variables`: of their environment, whatever ours has.
-        `activity`: where its leader says that somebody waits for it. `start_rank`: of this host."""
+        `variables`: of the environment of its ranks on this host, whatever ours has."""
         self._settings = settings
-        self._variables = dict(variables or {})
-        self._forks = forks
-        self._start_rank = start_rank
+        self._variables = variables
         self._nodes = nodes
         self._group = group
-        self._instance = instance
+        self._host = host
         self.epoch = epoch
         self.ready = asyncio.Event()
         self.model = ""
@@ -106,8 +118,8 @@ class Ring:
         self._missed = False  # whether some rank has said that another is gone
         self._oom_kills = oom_kills()  # before it began
         self._killed = False
-        self._activity = activity
-        self._slot = activity.take() if activity is not None else None
+        self._activity = host.activity
+        self._slot = self._activity.take() if self._activity is not None else None
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -187,7 +199,7 @@ class Ring:
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
             threads = thread_count(self._settings)
-            local = await self._start_rank(threads, self._settings, self._forks, self._variables)
+            local = await self._host.start_rank(threads, self._settings, self._host.forks, self._variables)
             forked = isinstance(local.process, ForkedRank)
             log.info("rank_started", group=self._group, rank=rank, pid=local.pid, forked=forked, epoch=self.epoch)
             process: LocalRank | RemoteRank = local
@@ -212,7 +224,7 @@ class Ring:
             rank=rank,
             world_size=self._settings.tp,
             group=self._group,
-            instance=self._instance,
+            instance=self._host.instance,
             epoch=self.epoch,
             board=str(self.directory / "board"),
             settings=settings,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 from prometheus_client.registry import Collector
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor.group import GroupHost
 from services.executor.supervisor.host.memory import HostMemory
+from services.executor.supervisor.ring import GroupHost
 from shared.config import CommonSettings
 from shared.messages import HostCommand, HostReply, ModelSpec
 

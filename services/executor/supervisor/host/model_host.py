@@ -18,13 +18,14 @@ import structlog
 from pydantic import ValidationError
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.supervisor.group import GroupHost, GroupSupervisor
+from services.executor.supervisor.group import GroupSupervisor
 from services.executor.supervisor.host.adapters import HostAdapters
 from services.executor.supervisor.host.jobs import HostJobKind
 from services.executor.supervisor.host.load import HostLoad
 from services.executor.supervisor.host.memory import HostMemory, MemoryPlacement, ModelSize
 from services.executor.supervisor.host.metrics import HostMetrics
 from services.executor.supervisor.host.model_files import MEMORY_SHARE, ResidentFiles, StoredModel, gpus_of, host_bytes
+from services.executor.supervisor.ring import GroupHost
 from shared.engine_features import refusal
 from shared.errors import ConfigurationError, InvalidRequest, ModelDoesNotFit, RyzansteinError
 from shared.messages import (

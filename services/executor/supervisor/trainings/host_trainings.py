@@ -15,10 +15,10 @@ import structlog
 from pydantic import Field
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.supervisor.group import GroupHost
 from services.executor.supervisor.host.jobs import HostJobKind, HostModels
 from services.executor.supervisor.host.memory import GPU_OVERHEAD, HostMemory
 from services.executor.supervisor.host.model_files import StoredModel, read_config
+from services.executor.supervisor.ring import GroupHost
 from services.executor.supervisor.trainings.job_changes import MAX_REASON
 from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes
