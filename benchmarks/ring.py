@@ -29,7 +29,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
-from services.executor.supervisor.ranks.rank_process import SPIN_COUNT
+from services.executor.supervisor.ranks.early_fork_server import RUNTIME
 from shared.data_types import KvDType
 from shared.messages import SamplingParams
 
@@ -62,7 +62,7 @@ class BenchRing:
 
     def __init__(self, settings: dict[str, object], world: int) -> None:
         # Read when torch is imported.
-        os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT=SPIN_COUNT)
+        os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT=RUNTIME["GOMP_SPINCOUNT"])
         settings = settings | {"tp": world, "threads": 1}
         context = multiprocessing.get_context("spawn")
         self._directory = TemporaryDirectory(prefix="ryzanstein-bench-")

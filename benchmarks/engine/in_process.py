@@ -28,9 +28,9 @@ Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]  # c
 
 def set_threads(threads: int) -> None:
     """OpenMP reads its settings when torch is imported; they are the executor's."""
-    from services.executor.supervisor.ranks.rank_process import SPIN_COUNT
+    from services.executor.supervisor.ranks.early_fork_server import RUNTIME
 
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("GOMP_SPINCOUNT", RUNTIME["GOMP_SPINCOUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 

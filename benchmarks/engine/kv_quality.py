@@ -36,8 +36,8 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import RowsCodec
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import ModelRunner
 from shared.data_types import BlockDType
 

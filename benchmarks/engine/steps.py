@@ -56,8 +56,8 @@ def load_one_rank(
     from services.executor.kv_cache.store import KvStore
     from services.executor.model.layer_states import layer_states
     from services.executor.model.loading.loader import load_config, load_model
-    from services.executor.worker.backend import backend_of
     from services.executor.worker.backends.base import RunnerRequest
+    from services.executor.worker.backends.catalog import backend_of
 
     torch.set_num_threads(threads)
     device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]

@@ -42,7 +42,7 @@ from services.executor.model.parallel.splitting import apply_plan
 from services.executor.model.quantizing import RowsCodec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.worker import backend
+from services.executor.worker.backends import catalog as backends
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.cpu_kernels import CpuKernels
 from services.executor.worker.backends.gpu_decoder import gpu_runner
@@ -248,12 +248,12 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     if device.type != "cpu" or find_spec("triton") is None:
         yield
         return
-    real = backend.BACKENDS  # type: ignore[attr-defined]
-    backend.BACKENDS = (_GpuOnCpu(settings), *real)  # type: ignore[attr-defined]
+    real = backends.BACKENDS
+    backends.BACKENDS = (_GpuOnCpu(settings), *real)
     try:
         yield
     finally:
-        backend.BACKENDS = real  # type: ignore[attr-defined]
+        backends.BACKENDS = real
 
 
 class _GpuOnCpu(CpuKernels):

@@ -127,7 +127,7 @@ def steps_of(work: Work, device: torch.device) -> Any:
     from services.executor.training.model import TrainableModel
     from services.executor.training.trainer.examples import read_examples
     from services.executor.training.trainer.optimizer import FactorOptimizer
-    from services.executor.training.trainer.pause_point import Gate
+    from services.executor.training.trainer.process import Gate
     from services.executor.training.trainer.schedule import course_of
     from services.executor.training.trainer.steps import SingleReplica, Steps, named_factors
     from shared.messages.training import Examples, Hyperparameters, TrainingJob

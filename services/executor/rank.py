@@ -118,7 +118,9 @@ def main(events_fd: int) -> int:
         if spec.rank == 0:
             _lead(settings, spec, board, supervisor)
         else:
-            _follow(settings, spec, board, supervisor)
+            rendezvous = supervisor.read_rendezvous()
+            supervisor.listen()
+            follow(settings, spec, board, rendezvous)
     except Exception as error:
         event = failed(error, f"Rank {spec.rank} of group {spec.group}")
         if settings.serving_engine:  # no other rank is there that could say more
@@ -167,12 +169,6 @@ async def _lead_engine(
     directory = await asyncio.to_thread(model_directory, settings)
     engine = ENGINES[settings.serving_engine](settings, directory)
     await EngineLeader(settings, spec, board, supervisor, engine, directory).run()
-
-
-def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe) -> None:
-    rendezvous = supervisor.read_rendezvous()
-    supervisor.listen()
-    follow(settings, spec, board, rendezvous)
 
 
 if __name__ == "__main__":

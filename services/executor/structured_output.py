@@ -465,7 +465,8 @@ class GrammarWork:
 
         def compile_one() -> None:
             outcome = self._start(request)
-            _call(loop, lambda: released(request, outcome))
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(released, request, outcome)
 
         with self._turn:
             self._turns.add(request.tenant, compile_one)
@@ -517,11 +518,6 @@ class GrammarWork:
                 attempt=request.attempt,
             )
             return InternalError("The answer's format could not be compiled because of an executor bug; report it.")
-
-
-def _call(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(work)
 
 
 def _deep_thread() -> ThreadPoolExecutor:

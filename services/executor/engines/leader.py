@@ -205,9 +205,6 @@ class EngineLeader(GroupLeader):
         if self._plan:
             self._plans.took(self._plan_step, max(1e-9, time.monotonic() - self._plan_since))
 
-    def _speed(self) -> tuple[float, float]:
-        return self._throughput.step_seconds, self._throughput.prompt_tokens_per_second
-
     def _count(self) -> None:
         totals = self._board.totals
         totals.cached_tokens, totals.preemptions = self._batcher.cached_tokens, self._batcher.preemptions

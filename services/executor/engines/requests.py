@@ -13,7 +13,7 @@ from the tokens that it has.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -470,9 +470,6 @@ class EngineRequests:
             free_blocks=round(total * (1 - min(1.0, max(0.0, used)))),
             total_blocks=total,
         )
-
-    def __iter__(self) -> Iterator[TrackedRequest]:
-        return iter(list(self._live.values()))
 
     # --- inside ----------------------------------------------------------------------------------
 

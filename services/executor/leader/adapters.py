@@ -8,11 +8,9 @@ requests that need it, and no others.
 """
 
 import asyncio
-import contextlib
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -66,8 +64,7 @@ class Adapters:
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._checking = asyncio.Lock()
-        self._wanted: deque[str] = deque()
-        self._more = asyncio.Event()
+        self._wanted: asyncio.Queue[str] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, bus: Bus) -> None:
@@ -158,28 +155,19 @@ class Adapters:
         async for update in records.watch():
             record = None if update is None else update[1]
             if record is not None and record.model == self._model and is_digest(record.digest):
-                self._wanted.append(record.digest)
-                self._more.set()
+                self._wanted.put_nowait(record.digest)
 
     async def _preload(self) -> None:
         """One after the other; what does not fit is fetched when a request comes."""
         assert self._files is not None, "the bus is connected"
         while True:
-            while self._wanted:
-                digest = self._wanted.popleft()
-                if digest in self._fetching or self._cache.has(digest):
-                    continue
-                with contextlib.suppress(MissingObject):
-                    await self._try(self._preload_one(digest, await self._files.size(digest)), digest)
-            self._more.clear()
-            await self._more.wait()
-
-    async def _preload_one(self, digest: str, size: int) -> None:
-        if size <= await asyncio.to_thread(self._cache.room):
-            await self._fetch(digest)
-
-    async def _try(self, work: Coroutine[Any, Any, None], digest: str) -> None:
-        try:
-            await work
-        except RyzansteinError as error:
-            log.warning("adapter_preload_failed", adapter=digest, code=error.code, error=str(error))
+            digest = await self._wanted.get()
+            if digest in self._fetching or self._cache.has(digest):
+                continue
+            try:
+                if await self._files.size(digest) <= await asyncio.to_thread(self._cache.room):
+                    await self._fetch(digest)
+            except MissingObject:  # it has been removed since
+                pass
+            except RyzansteinError as error:
+                log.warning("adapter_preload_failed", adapter=digest, code=error.code, error=str(error))

@@ -7,14 +7,12 @@ import concurrent.futures
 import time
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from services.executor.core import spans
 from services.executor.core.engine import DraftPlan, EngineSpec
 from services.executor.core.settings import SlowSteps
 from services.executor.core.step_plan import StepPlan
@@ -47,14 +45,8 @@ class LeaderDebug:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def planned(self, plan: StepPlan) -> None:
-        self._add(plan, self._batcher.sequences_under_way())
-
-    def drafting(self, plan: DraftPlan, rows: list[SampledRow]) -> None:
-        """A round of the draft model begins."""
-        self._add(plan.plan, rows)
-
-    def _add(self, plan: StepPlan, whose: Iterable[Sequence | SampledRow]) -> None:
+    def planned(self, plan: StepPlan, whose: Iterable[Sequence | SampledRow]) -> None:
+        """A step, or a round of the draft model, begins."""
         ids = [one.request.generation_id for one in whose]
         self._plans.add(plan, ids, self._block_size, self._state_blocks)
 
@@ -127,11 +119,6 @@ class LeaderDebug:
             return describe(self._batcher, time.monotonic(), by_loop=False)
         except RuntimeError:
             return None  # it changed while it was read: the loop turns again
-
-    def beat(self, engine: Executor) -> None:
-        """Tells a profiler that is at work, in the engine's thread, that there is no step when there is none."""
-        if spans.watched():
-            engine.submit(spans.idle)
 
 
 def _ms(seconds: float) -> float:

@@ -28,6 +28,7 @@ from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Rea
 from services.executor.leader.adapter_cache import AdapterCache
 from services.executor.leader.adapters import AdapterBatcher, Adapters
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
+from services.executor.leader.step_loop import Throughput
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.batcher import Entries
 from services.executor.structured_output import GrammarState, GrammarWork
@@ -162,10 +163,11 @@ class RequestBatcher(AdapterBatcher, Protocol):
 
 
 class GroupLeader:
-    """`_batcher` is set by the kind of leader before anything else is called; the methods that say "of this kind of
-    leader" are its own."""
+    """`_batcher` and `_throughput` are set by the kind of leader before anything else is called; the methods that say
+    "of this kind of leader" are its own."""
 
     _batcher: RequestBatcher
+    _throughput: Throughput  # from which schedulers estimate waiting times
 
     def __init__(
         self, settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe
@@ -197,10 +199,6 @@ class GroupLeader:
         self._interactive = 0  # what the page of the host's activity says
 
     # --- of this kind of leader -------------------------------------------------------------------
-
-    def _speed(self) -> tuple[float, float]:
-        """(seconds of a step, prompt tokens per second), as schedulers estimate waiting times from; 0: not known."""
-        return 0.0, 0.0
 
     def _count(self) -> None:
         """Puts what it has counted on the board."""
@@ -326,13 +324,12 @@ class GroupLeader:
 
     def _load(self) -> GroupLoad:
         self._load_version += 1
-        step_seconds, prompt_tokens_per_second = self._speed()
         return msgspec.structs.replace(
             self._batcher.load(),
             version=self._load_version,
             slots=self._batcher.places,
-            step_seconds=step_seconds,
-            prompt_tokens_per_second=prompt_tokens_per_second,
+            step_seconds=self._throughput.step_seconds,
+            prompt_tokens_per_second=self._throughput.prompt_tokens_per_second,
         )
 
     def _report_load(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import structlog
 
+from services.executor.core import spans
 from services.executor.core.engine import RING, Engine, EngineSpec, traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
@@ -93,6 +94,7 @@ class Leader(GroupLeader):
             lookahead=looks_ahead(self._settings.lookahead, overlaps=engine_spec.overlaps),
             meanwhile=self._tell_when_due,
         )
+        self._throughput = self._steps.throughput
         self._handover = Handover(
             self._settings,
             self._spec,
@@ -136,10 +138,6 @@ class Leader(GroupLeader):
 
     # --- what a ring has of its own --------------------------------------------------------------
 
-    def _speed(self) -> tuple[float, float]:
-        throughput = self._steps.throughput
-        return throughput.step_seconds, throughput.prompt_tokens_per_second
-
     def _count(self) -> None:
         totals, batcher = self._board.totals, self._batcher
         totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
@@ -161,7 +159,9 @@ class Leader(GroupLeader):
         return self._handover.over
 
     def _look(self) -> None:
-        self._debug.beat(self._thread)
+        """Tells a profiler that is at work, in the engine's thread, that there is no step when there is none."""
+        if spans.watched():
+            self._thread.submit(spans.idle)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Leader(GroupLeader):
         self._gathering.add(self._batcher.take_entries())
         await self._tell()
         if not self._batcher.has_work:
-            self._steps.throughput.rest()
+            self._throughput.rest()
         self._show_activity()
         self._report_load()
         if self._batcher.has_work:

@@ -161,7 +161,7 @@ class EngineLoop:
         if planned is None:
             return
         plan, rows = planned
-        self._debug.drafting(plan, rows)
+        self._debug.planned(plan.plan, rows)
         samples = [row.sampling for row in rows]
         drafting = asyncio.get_running_loop().run_in_executor(self._thread, self._engine.draft, plan, samples)
         await self._meanwhile()
@@ -200,7 +200,7 @@ class EngineLoop:
     # --- inside ----------------------------------------------------------------------------------
 
     def _begin(self, plan: StepPlan, rows: list[SampledRow]) -> _InFlightStep:
-        self._debug.planned(plan)
+        self._debug.planned(plan, self._batcher.sequences_under_way())
         traced = self._attempts.traced
         if traced:
             plan = self._attempts.begin_step(plan, self._batcher.under_way)

@@ -10,25 +10,21 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 import structlog
 
 from services.executor.core.gpu_errors import EXTERNAL, HUNG
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.diagnostics.dump import GroupDump
 from services.executor.supervisor.diagnostics.processes import is_stopped, with_descendants
 from services.executor.supervisor.diagnostics.service import DebugService
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector
 from services.executor.supervisor.multinode.head import HeadNode
-from services.executor.supervisor.ranks.rank_process import ForkClient, StartRank
-from services.executor.supervisor.ring import Ring, RingEnd
+from services.executor.supervisor.ring import GroupHost, Ring, RingEnd
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, RyzansteinError, error_from_code
 from shared.messages import EngineTraits, GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath
 from shared.nats import subjects
-from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.service.logs import LevelChange
 from shared.tasks import CANCEL_TIMEOUT, Backoff, cancel_all
@@ -39,23 +35,6 @@ HANDOVER_MARGIN = 10.0  # seconds that the last batch of a hand-over may take be
 FORCED_WITHIN = 3.0  # seconds in which a group that is ended by force may hand back what runs
 MOST_LOGGED = 8  # suspects that a line of the log names
 MOST_DEATHS = 5  # rings that may die before the first one was ready
-
-
-class GroupHost(Protocol):
-    """What a group needs of the executor whose it is."""
-
-    instance: str
-    # Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile.
-    activity: ActivityPage | None
-    start_rank: StartRank
-
-    @property
-    def bus(self) -> Bus: ...
-
-    @property
-    def forks(self) -> ForkClient: ...
-
-    async def beat_now(self) -> None: ...
 
 
 class GroupSupervisor:
@@ -165,7 +144,7 @@ class GroupSupervisor:
             if not await self._all_hosts():
                 return None
             self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-            ring = self._ring_of()
+            ring = Ring(self.settings, self.group, self._host, self._epoch, self._nodes, self._variables)
             ring.board.set_log_level(self._log_level)
             pauses.began(time.monotonic())
             try:
@@ -183,21 +162,6 @@ class GroupSupervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pauses.next(time.monotonic()))
         return None
-
-    def _ring_of(self) -> Ring:
-        host = self._host
-        variables, activity = self._variables, host.activity
-        return Ring(
-            self.settings,
-            self.group,
-            host.instance,
-            self._epoch,
-            self._nodes,
-            host.forks,
-            variables,
-            activity,
-            host.start_rank,
-        )
 
     async def _last_epoch(self) -> int:
         """Of the group's last ring that anybody knows of, 0 without one. Epochs are milliseconds, so that they grow

@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import structlog
@@ -37,8 +37,9 @@ from services.executor.ipc.rank_pipe import (
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
-from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank, StartRank
+from services.executor.supervisor.ranks.rank_process import ForkClient, ForkedRank, LocalRank, StartRank
 from shared.messages import GroupTraits, RingDeath, StreamedWeights
+from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +58,23 @@ class RingEnd(msgspec.Struct, frozen=True):
     cause: str = EXTERNAL  # as in `supervisor/failure_detection.py`
 
 
+class GroupHost(Protocol):
+    """What rings, groups and jobs need of the executor whose they are."""
+
+    instance: str
+    # Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile.
+    activity: ActivityPage | None
+    start_rank: StartRank
+
+    @property
+    def bus(self) -> Bus: ...
+
+    @property
+    def forks(self) -> ForkClient: ...
+
+    async def beat_now(self) -> None: ...
+
+
 class Ring:
     """One life of a group's ranks. `start`, then `wait_end`, then always `kill`."""
 
@@ -64,24 +82,18 @@ class Ring:
         self,
         settings: ExecutorSettings,
         group: str,
-        instance: str,
+        host: GroupHost,
         epoch: int,
-        nodes: HeadNode | None = None,
-        forks: ForkClient | None = None,
-        variables: Mapping[str, str] | None = None,
-        activity: ActivityPage | None = None,
-        start_rank: StartRank = LocalRank.start,
+        nodes: HeadNode | None,
+        variables: Mapping[str, str],
     ) -> None:
         """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
-        `forks`: where ranks of this host are forked. `variables`: of their environment, whatever ours has.
-        `activity`: where its leader says that somebody waits for it. `start_rank`: of this host."""
+        `variables`: of the environment of its ranks on this host, whatever ours has."""
         self._settings = settings
-        self._variables = dict(variables or {})
-        self._forks = forks
-        self._start_rank = start_rank
+        self._variables = variables
         self._nodes = nodes
         self._group = group
-        self._instance = instance
+        self._host = host
         self.epoch = epoch
         self.ready = asyncio.Event()
         self.model = ""
@@ -93,10 +105,11 @@ class Ring:
         self.traits: GroupTraits | None = None  # None: not known yet
         self.adapters: list[str] = []  # digests of the LoRA adapters in memory
         self.given_up = ""  # why the supervisor has had enough of it, where it has
-        self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
-        self.board = RingBoard(self._directory / "board", settings.tp, create=True)
-        self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
-        board = HandoverBoard.path(self._directory / "board")
+        # Of files that end with the ring.
+        self.directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
+        self.board = RingBoard(self.directory / "board", settings.tp, create=True)
+        self.flight = FlightRecorder.beside(self.directory / "board", settings.tp, create=True)
+        board = HandoverBoard.path(self.directory / "board")
         self.handover = HandoverBoard(board, settings.tp, create=True)
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
@@ -105,8 +118,8 @@ class Ring:
         self._missed = False  # whether some rank has said that another is gone
         self._oom_kills = oom_kills()  # before it began
         self._killed = False
-        self._activity = activity
-        self._slot = activity.take() if activity is not None else None
+        self._activity = host.activity
+        self._slot = self._activity.take() if self._activity is not None else None
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -147,11 +160,6 @@ class Ring:
         return f"{'packing' if self.board.packs else 'reading'} weights, {int(share * 4) * 25}%"
 
     @property
-    def directory(self) -> Path:
-        """Of files that end with the ring."""
-        return self._directory
-
-    @property
     def pids(self) -> list[int]:
         """Of the processes that were started on this host, by rank; some may have ended."""
         return [process.pid for process in self._processes if isinstance(process, LocalRank)]
@@ -185,14 +193,14 @@ class Ring:
         if self._activity is not None and self._slot is not None:
             self._activity.give_back(self._slot)
             self._slot = None
-        if self._directory.exists():
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self.directory.exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
             threads = thread_count(self._settings)
-            local = await self._start_rank(threads, self._settings, self._forks, self._variables)
-            forked = local.is_forked
+            local = await self._host.start_rank(threads, self._settings, self._host.forks, self._variables)
+            forked = isinstance(local.process, ForkedRank)
             log.info("rank_started", group=self._group, rank=rank, pid=local.pid, forked=forked, epoch=self.epoch)
             process: LocalRank | RemoteRank = local
         else:
@@ -216,9 +224,9 @@ class Ring:
             rank=rank,
             world_size=self._settings.tp,
             group=self._group,
-            instance=self._instance,
+            instance=self._host.instance,
             epoch=self.epoch,
-            board=str(self._directory / "board"),
+            board=str(self.directory / "board"),
             settings=settings,
             activity=str(page.path) if rank == 0 and page is not None and self._slot is not None else "",
             activity_slot=self._slot or 0,

@@ -70,16 +70,11 @@ class ExecutorService(Service):
             self._host.own(self._own)
         self._answers = TaskSet(failed="host_command_failed")
         groups = self._host.groups
-        rings = MergedCollector(lambda: [group.collectors[0] for group in groups.values()])
-        self.registry.register(rings)
-        self.registry.register(
-            MergedCollector(lambda: [one for group in groups.values() for one in group.collectors[1:]])
-        )
-        self.registry.register(self._host.metrics)
-        for jobs in self._host.jobs:
-            self.registry.register(jobs.metrics)
+        of_groups = MergedCollector(lambda: [one for group in groups.values() for one in group.collectors])
+        for collector in (of_groups, self._host.metrics, *(jobs.metrics for jobs in self._host.jobs)):
+            self.registry.register(collector)
         if settings.metrics_aliases:
-            self.registry.register(vllm_aliases(rings))
+            self.registry.register(vllm_aliases(of_groups))
 
     # --- life ------------------------------------------------------------------------------------
 

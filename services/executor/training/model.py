@@ -53,7 +53,8 @@ class TrainableModel:
         """Raises `InvalidRequest` where the base has none of the linears that are to be trained."""
         self._model = base.model
         self._between_layers = between_layers
-        self._scratch = Scratch(base.dtype, _device_of(base))
+        device = next((held.device for held in base.model.parameters() if held.numel()), torch.device("cpu"))
+        self._scratch = Scratch(base.dtype, device)
         self._current = [Pass()]
         self.linears = _freeze_linears(base, self._scratch, self._current)
         self._head = _head_of(base, self._scratch, collectives or SingleRank())
@@ -68,15 +69,13 @@ class TrainableModel:
         self._widths = [self._width_of(layer, base.targets) for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.forward = self._through(index, layer.forward)
-        # Of all factors.
-        self.trained_bytes = sum(part.nbytes for some in self.factors.values() for part in (some.a, some.b))
         # For the log.
         self.description = {
             "base": base.kind,
             "dtype": str(base.dtype).removeprefix("torch."),
             "linears": len(self.factors),
             "rank": hyperparameters.rank,
-            "trained_bytes": self.trained_bytes,
+            "trained_bytes": sum(part.nbytes for part in self.parameters),
         }
 
     @property
@@ -135,7 +134,7 @@ class TrainableModel:
                 out = checkpoint(once, now, hidden, *rest, use_reentrant=False, preserve_rng_state=False, **named)
             first: Tensor = out[0] if isinstance(out, tuple) else out
             if first.requires_grad:
-                first.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+                first.register_hook(lambda gradient: self._between_layers())  # type: ignore[no-untyped-call]
             return out
 
         return through
@@ -145,9 +144,6 @@ class TrainableModel:
         own = set(layer.modules())
         names = {name for name, module in self._model.named_modules() if module in own}
         return sum(target.inputs + target.outputs for target in targets if target.name in names)
-
-    def _before_backward(self, gradient: Tensor) -> None:
-        self._between_layers()
 
     def _attend(self) -> None:
         register_training_attention()
@@ -188,10 +184,6 @@ def load_trainable(
     made = TrainableModel(base, hyperparameters, seed, between_layers, ranks)
     log.info("training_model_loaded", **made.description)
     return made
-
-
-def _device_of(base: LoadedBase) -> torch.device:
-    return next((held.device for held in base.model.parameters() if held.numel()), torch.device("cpu"))
 
 
 def _freeze_linears(base: LoadedBase, scratch: Scratch, current: list[Pass]) -> dict[str, FrozenLinear]:

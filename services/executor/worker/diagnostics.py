@@ -58,14 +58,11 @@ class RankDebug:
                 case StateQuestion(path):
                     write_answer(Path(path), StateAnswer(python_stacks(), self._leader()))
                 case ProfileQuestion():
-                    self._profile(question)
+                    from services.executor.worker.profiler import Profiler
+
+                    Profiler(self.rank, self.recorder, question).begin()
         except Exception:
             log.exception("debug_failed")
-
-    def _profile(self, question: ProfileQuestion) -> None:
-        from services.executor.worker.profiler import Profiler
-
-        Profiler(self.rank, self.recorder, question).begin()
 
 
 def install_stacks(path: Path) -> BinaryIO:

@@ -58,7 +58,8 @@ class EncoderRunner:
         self._collectives = collectives
         self._device = device
         config = self._base.config
-        self._vocab_size = int(config.vocab_size)
+        self.vocab_size = int(config.vocab_size)
+        self.kernels = f"PyTorch {device.type}"
         self._family: EncoderFamily = family_of(config)
         names = inspect.signature(self._base.forward).parameters
         self._segments = int(getattr(config, "type_vocab_size", 0) or 0) if "token_type_ids" in names else 0
@@ -69,19 +70,12 @@ class EncoderRunner:
                 module.register_forward_hook(self._progressed)
         self._given = _Given(self._base)
         if vectors is None:
-            setattr(self._model, _name_of(self._model, self._base), self._given)
+            name = next(name for name, module in self._model.named_children() if module is self._base)
+            setattr(self._model, name, self._given)
         # What the last step has pooled, on rank 0: float32 [P, size]; or the logits of classes [P, labels].
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         self.scored: PromptTokenScores = no_scores()
         self.rows = TorchKernels()  # nothing is drawn
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def kernels(self) -> str:
-        return f"PyTorch {self._device.type}"
 
     def can_launch(self, rows: int) -> bool:
         """Steps are waited for."""
@@ -106,7 +100,7 @@ class EncoderRunner:
                 states = self._states(plan, lengths)
                 pools = as_int32(plan.pools).reshape(-1, 2).tolist() if leads else []
                 self.pooled = self._pooled(states, pools)
-        return torch.empty((0, self._vocab_size)) if leads else None
+        return torch.empty((0, self.vocab_size)) if leads else None
 
     def warm_up(self) -> None:
         """Computes a text of two tokens: what cannot run fails here. Raises `ModelLoadError`, also when the weights
@@ -201,10 +195,6 @@ class _Given(nn.Module):
         elif self._pooler is not None:
             pooled = self._pooler(self.states)
         return BaseModelOutputWithPooling(last_hidden_state=self.states, pooler_output=pooled)
-
-
-def _name_of(model: nn.Module, base: nn.Module) -> str:
-    return next(name for name, module in model.named_children() if module is base)
 
 
 def _pool(states: Tensor, pooling: str) -> Tensor:

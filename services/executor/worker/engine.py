@@ -8,6 +8,7 @@ leader   plan ──▶ plan channel ──▶ followers
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ from services.executor.platforms.catalog import choose_device, platform_of
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
-from services.executor.worker.backend import backend_of, load_share
+from services.executor.worker.backends.catalog import backend_of, load_share
 from services.executor.worker.drafting.kind import Directories
 from services.executor.worker.drafting.loading import draft_directory, draft_name, load_draft
 from services.executor.worker.drafting.model import DraftModel, DraftSampler
@@ -272,56 +273,45 @@ class LoadTimings:
         self._last = now
 
 
+@dataclass
 class Worker:
-    def __init__(
-        self,
-        runner: "ModelRunner | EncoderRunner",
-        collectives: Collectives,
-        engine_spec: EngineSpec,
-        share: Share,
-        head: "ClassHead | None" = None,
-        draft: DraftModel | None = None,
-        disk: DiskSlots | None = None,
-        recovered: Sequence[SpilledBlock] = (),
-    ) -> None:
-        """`head`: a decoder's, of classes; `disk`: where KV blocks are spilled to; `recovered`: `Engine.recovered`."""
-        self._draft = draft
-        self.share = share
-        self._head = head
-        self.runner = runner
-        self.collectives = collectives
-        self.engine_spec = engine_spec
-        self.recovered = list(recovered)
-        self._disk = disk
+    runner: "ModelRunner | EncoderRunner"
+    collectives: Collectives
+    engine_spec: EngineSpec
+    share: Share
+    head: "ClassHead | None" = None  # a decoder's, of classes
+    draft: DraftModel | None = None
+    disk: DiskSlots | None = None  # where KV blocks are spilled to
+    recovered: list[SpilledBlock] = field(default_factory=list)  # `Engine.recovered`
 
     @property
     def pooled(self) -> Floats:
         """`Engine.pooled`"""
         found = self.runner.pooled
-        return found if self._head is None else self._head.logits(found)
+        return found if self.head is None else self.head.logits(found)
 
     @property
     def draft_sampler(self) -> DraftSampler | None:
         """None: there is no draft model."""
-        if self._draft is None:
+        if self.draft is None:
             return None
         spec = self.engine_spec
-        translation, rows = self._draft.translation, self.runner.rows
-        return DraftSampler(spec.vocab_size, self._draft.context_length, spec.block_size, translation, rows)
+        translation, rows = self.draft.translation, self.runner.rows
+        return DraftSampler(spec.vocab_size, self.draft.context_length, spec.block_size, translation, rows)
 
     def keep(self) -> None:
         """`Share.keep`, of all models."""
         self.share.keep(self.runner.packed)
-        if self._draft is not None:
-            self._draft.share.keep(self._draft.runner.packed)
+        if self.draft is not None:
+            self.draft.share.keep(self.draft.runner.packed)
 
     def settle(self) -> None:
         """`Share.settle`, of all models; and what was spilled is written."""
         self.share.settle()
-        if self._draft is not None:
-            self._draft.share.settle()
-        if self._disk is not None:
-            self._disk.flush(FLUSH_TIMEOUT)
+        if self.draft is not None:
+            self.draft.share.settle()
+        if self.disk is not None:
+            self.disk.flush(FLUSH_TIMEOUT)
 
     @classmethod
     def load(

@@ -176,16 +176,17 @@ class ModelRunner:
         self.kernels = kernels or f"PyTorch {device.type}"
         self._model: Any = model
         self._decoder = decoder
-        self._native = decoder if isinstance(decoder, NativeKernels) else None
+        # None: the native kernels do not compute.
+        self.native = decoder if isinstance(decoder, NativeKernels) else None
         # Whether what a row comes to is a function of its token, its position and what it reads, to the bit.
         self.is_exact = self.is_native or exact
         self._attention = attention
         self._steps = steps
         by_torch = TorchKernels() if decoder is None else TorchKernels(decoder.largest)
-        self.rows: RowKernels = by_torch if self._native is None else self._native.rows
+        self.rows: RowKernels = by_torch if self.native is None else self.native.rows
         self._store = store
         self._copier = BlockCopier(store, spill, collectives)
-        self._collectives = collectives
+        self.collectives = collectives
         self._device = device
         self._widths = widths
         self._adapters: AdapterLoader | None = None
@@ -239,8 +240,8 @@ class ModelRunner:
 
     def leave_out(self, tokens: NDArray[np.bool_]) -> None:
         """See `collect`: `tokens`, bool [vocabulary], are no candidates from now on."""
-        begin = sum(self._widths[: self._collectives.rank])
-        own = tokens[begin : begin + self._widths[self._collectives.rank]]
+        begin = sum(self._widths[: self.collectives.rank])
+        own = tokens[begin : begin + self._widths[self.collectives.rank]]
         self._left_out = torch.from_numpy(np.flatnonzero(own)).to(self._device)
 
     def connect(self, endpoint: TransferEndpoint) -> None:
@@ -252,26 +253,17 @@ class ModelRunner:
             self._steps.close()
 
     @property
-    def collectives(self) -> Collectives:
-        return self._collectives
-
-    @property
     def vocab_size(self) -> int:
         return sum(self._widths)
 
     @property
-    def native(self) -> NativeKernels | None:
-        """None: the native kernels do not compute."""
-        return self._native
-
-    @property
     def is_native(self) -> bool:
-        return self._native is not None
+        return self.native is not None
 
     @property
     def packed(self) -> Any:
         """The weights that the native kernels multiply with; None where they do not compute."""
-        return None if self._native is None else self._native.packed
+        return None if self.native is None else self.native.packed
 
     def compress(self, plan: StepPlan) -> None:
         """Compresses the blocks that the plan says in all layers, and computes nothing."""
@@ -279,8 +271,8 @@ class ModelRunner:
 
     def spent(self) -> dict[str, float]:
         """Seconds that the native kernels have spent on each part of the steps so far."""
-        assert self._native is not None, "the native kernels do not compute"
-        return self._native.spent()
+        assert self.native is not None, "the native kernels do not compute"
+        return self.native.spent()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, progress: ProgressCounter | None = None) -> Tensor | RowLogits | None:
@@ -295,11 +287,11 @@ class ModelRunner:
         if plan.on_device:
             self.launch(plan, None, progress)
             return None
-        native = self._native
+        native = self.native
         if native is not None and plan.token_ids and not plan.of_draft and self._copier.can_begin(plan):
             return self._forward_beside_restores(native, plan, progress)
         if not self._copy(plan, progress) or not plan.token_ids:
-            return self._nothing()
+            return self._no_logits()
         if plan.of_draft:
             assert self._draft is not None, "a plan is of a draft model, and the ring has none"
             return self._draft.forward(plan, progress)
@@ -321,7 +313,7 @@ class ModelRunner:
             restore.join()
             native.restored = 0
         if self._failed(self._copier.finish(plan, restore)):
-            return self._nothing()
+            return self._no_logits()
         self._tell_draft(plan)
         self._follow(plan, progress)
         return logits
@@ -330,22 +322,24 @@ class ModelRunner:
         if plan.followed and self._draft is not None:
             self._draft.follow(plan, progress)
 
-    def _nothing(self) -> Tensor | None:
-        """Of a step that has computed nothing."""
-        return self._no_logits() if self._is_leader else None
+    def _no_logits(self) -> Tensor | None:
+        """Of a step that samples no row."""
+        return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device) if self._is_leader else None
 
     def _logits(self, plan: StepPlan, progress: ProgressCounter) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
-        fused = self._decoder is not None and not (plan.pools or plan.score_rows or self._read_draft)
-        if fused and len(wants) and only_largest(wants):
-            return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
+        fused = None if plan.pools or plan.score_rows or self._read_draft else self._decoder
+        if fused is not None and len(wants) and only_largest(wants):
+            with span(fused.label):
+                largest = fused.forward_to_largest(plan, progress)
+            return collect_largest(largest, self.collectives, self._widths)
         local = self._compute_and_score(plan, progress)
         if not plan.sample_rows:
-            return self._no_logits() if self._is_leader else None
+            return self._no_logits()
         if plan.candidates:
             with threads_for(len(wants)):
-                return collect(local, wants, self._collectives, self._widths, self.rows, self._left_out)
-        parts = self._collectives.gather_to_leader(local, self._widths)
+                return collect(local, wants, self.collectives, self._widths, self.rows, self._left_out)
+        parts = self.collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -410,9 +404,7 @@ class ModelRunner:
         local = self._compute(both, progress)
         sampled = len(as_int32(plan.sample_rows))
         with span("score prompts"):
-            found = score(
-                local[sampled:], as_int32(plan.score_targets), plan.score_top, self._collectives, self._widths
-            )
+            found = score(local[sampled:], as_int32(plan.score_targets), plan.score_top, self.collectives, self._widths)
         self.scored = found or no_scores(plan.score_top)
         return local[:sampled]
 
@@ -448,12 +440,6 @@ class ModelRunner:
             ).logits[0]
         return local
 
-    def _compute_largest(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
-        """The largest of each row of `_compute`, and where they are: [R] both."""
-        assert self._decoder is not None, "PyTorch computes"
-        with span(self._decoder.label):
-            return self._decoder.forward_to_largest(plan, progress)
-
     def warm_up(self, rehearsal: Sequence[StepPlan] = ()) -> None:
         """Runs one step of two tokens through block 0, which must be free: what cannot run fails here. Then those of
         `rehearsal`, whatever they compute. Captures graphs where there are to be some, and compiles what samples.
@@ -471,7 +457,7 @@ class ModelRunner:
             self._steps.prepare()
 
     def _cause_of_infinite_logits(self, plan: StepPlan) -> ModelLoadError:
-        native = self._native
+        native = self.native
         if native is not None and (other := native.level_with_finite_logits(plan)):
             return ModelLoadError(
                 f"The CPU kernels of the level {native.level!r} compute NaN or infinite values of the model's weights, "
@@ -489,12 +475,9 @@ class ModelRunner:
             self.forward(plan)
         log.info("warmed_up", steps=len(steps), seconds=round(time.perf_counter() - began, 2))
 
-    def _no_logits(self) -> Tensor:
-        return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self._device)
-
     @property
     def _is_leader(self) -> bool:
-        return self._collectives.rank == 0
+        return self.collectives.rank == 0
 
     def _int64(self, payload: bytes) -> Tensor:
         return torch.from_numpy(as_int32(payload).astype(np.int64)).to(self._device)

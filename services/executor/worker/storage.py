@@ -27,7 +27,7 @@ from services.executor.kv_cache.spill_file import SpillPlace, recover
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.card import files_stamp
-from services.executor.worker.backend import backend_of
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.weights import Share
 from shared.process import VERSION
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,13 +53,10 @@ class Share:
         return []
 
 
-class MemoryCheck(Protocol):
-    def __call__(
-        self, states: LayerStates, dtype: torch.dtype, context: int, widths: StepWidths | None, weights: int
-    ) -> None:
-        """Raises `ConfigurationError` where this rank has no room for a model that is to serve sequences of `context`
-        tokens and whose weights take `weights` bytes; the others as of `ModelFacts` and `Share`."""
-        ...
+# Called with (states, dtype, context, widths, weights). Raises `ConfigurationError` where this rank has no room for a
+# model that is to serve sequences of `context` tokens and whose weights take `weights` bytes; the others as of
+# `ModelFacts` and `Share`.
+MemoryCheck = Callable[[LayerStates, torch.dtype, int, StepWidths | None, int], None]
 
 
 class ShareRequest(NamedTuple):

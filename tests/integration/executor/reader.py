@@ -2,7 +2,18 @@
 
 import asyncio
 
-from shared.messages import TokenEntry, TokenFrame
+from shared.messages import (
+    ControlCommand,
+    ControlReply,
+    DispatchBatch,
+    DispatchReply,
+    GenerationRequest,
+    SamplingParams,
+    TokenEntry,
+    TokenFrame,
+)
+from shared.nats import subjects
+from shared.nats.bus import Bus
 
 
 class Reader:
@@ -43,3 +54,27 @@ class Reader:
         """Returns when the next frame comes."""
         self._news.clear()
         await self._news.wait()
+
+
+def request(
+    name: str, *, model: str = "stub", max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        generation_id=name,
+        request_id=f"request-of-{name}",
+        model=model,
+        consumer="me",
+        prompt=[1, 2, 3],
+        max_tokens=max_tokens,
+        sampling=SamplingParams(seed=seed),
+        generated=generated or [],
+        attempt=1 if generated else 0,
+    )
+
+
+async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
+    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=30)
+
+
+async def control(bus: Bus, command: ControlCommand) -> ControlReply:
+    return await bus.request(subjects.control("g"), command, ControlReply, timeout=30)

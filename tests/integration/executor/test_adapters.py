@@ -7,20 +7,12 @@ import pytest
 
 from services.executor.worker.stub import adapted, stub_token
 from shared.config import CommonSettings
-from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, SamplingParams, TokenFrame
-from shared.nats import subjects
+from shared.messages import GenerationRequest, SamplingParams
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
 from tests.adapters import register, store_adapter
-from tests.integration.executor.reader import Reader
+from tests.integration.executor.reader import Reader, dispatch
 from tests.processes import ServiceProcess, service_process
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
 
 
 def request(name: str, digest: str, **fields: object) -> GenerationRequest:
@@ -30,10 +22,6 @@ def request(name: str, digest: str, **fields: object) -> GenerationRequest:
 
 def text_of(digest: str, length: int = 24) -> list[int]:
     return [stub_token(adapted(9, digest), position) for position in range(length)]
-
-
-async def hand_in(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
-    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=10)
 
 
 def arguments(cache: Path, *more: str) -> tuple[str, ...]:
@@ -62,7 +50,7 @@ async def test_each_request_has_its_adapters_text(
         await process.wait_ready()
         await until_fetched(process, digests[0])
         requests = [request(f"{turn}-{at}", one) for turn in range(3) for at, one in enumerate([*digests, ""])]
-        reply = await hand_in(bus, *requests)
+        reply = await dispatch(bus, *requests)
         assert len(reply.accepted) == len(requests)
         for one in requests:
             tokens, last = await reader.finish(one.generation_id)
@@ -70,7 +58,7 @@ async def test_each_request_has_its_adapters_text(
         late = await store_adapter(bus, tmp_path, 99)
         await register(bus, "late", "stub", late)
         await until_fetched(process, late)
-        await hand_in(bus, request("late", late), request("first", digests[0]))
+        await dispatch(bus, request("late", late), request("first", digests[0]))
         assert (await reader.finish("late"))[0] == text_of(late)
         assert (await reader.finish("first"))[0] == text_of(digests[0])
         await until_beat(process, {late, digests[0]})
@@ -98,7 +86,7 @@ async def test_what_cannot_be_had_is_refused_and_others_are_not(
     async with service_process(bus, nats_settings, "services.executor", tmp_path, *more, instance="e") as process:
         await process.wait_ready()
         bad = {"large": large, "false": false, "missing": "cd" * 32}
-        reply = await hand_in(
+        reply = await dispatch(
             bus, request("good", good), *(request(name, digest) for name, digest in bad.items()), request("no", "../x")
         )
         assert [refusal.generation_id for refusal in reply.refused] == ["no"]
@@ -116,7 +104,7 @@ async def test_what_cannot_be_had_is_refused_and_others_are_not(
         bus, nats_settings, "services.executor", tmp_path, *more, "--max-adapters", "0", instance="e"
     ) as process:
         await process.wait_ready()
-        reply = await hand_in(bus, request("none", good))
+        reply = await dispatch(bus, request("none", good))
         assert "computes no LoRA adapters" in reply.refused[0].message
 
 
@@ -130,11 +118,11 @@ async def test_an_attempt_goes_on_with_its_adapter(
     async with service_process(bus, nats_settings, "services.executor", tmp_path, *more, instance="e") as process:
         await process.wait_ready()
         done = text_of(first)[:10]
-        await hand_in(bus, request("g", first, generated=done, attempt=2))
+        await dispatch(bus, request("g", first, generated=done, attempt=2))
         assert (await reader.finish("g"))[0] == text_of(first)[10:]
         async with asyncio.timeout(30):
             for turn in range(1000):
-                await hand_in(bus, request(f"h{turn}", second))
+                await dispatch(bus, request(f"h{turn}", second))
                 tokens, last = await reader.finish(f"h{turn}")
                 if last.finish == "length":
                     break

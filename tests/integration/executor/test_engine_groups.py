@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,13 +18,8 @@ from safetensors.numpy import save_file
 from shared.config import CommonSettings
 from shared.messages import (
     Cancel,
-    ControlCommand,
-    ControlReply,
-    DispatchBatch,
-    DispatchReply,
     Drain,
     EngineTraits,
-    GenerationRequest,
     Grammar,
     GroupLoad,
     GroupRecord,
@@ -35,12 +31,12 @@ from shared.messages import (
     ModelSpec,
     PullAdapter,
     SamplingParams,
-    TokenFrame,
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from tests.integration.executor.reader import Reader
+from tests.integration.executor import reader
+from tests.integration.executor.reader import Reader, control, dispatch
 from tests.integration.executor.scripted_engine import WRONG, token_at
 from tests.processes import ServiceProcess, service_process
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
@@ -48,13 +44,7 @@ from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 ENGINE = Path(__file__).parent / "scripted_engine.py"
 CONFIG = {"model_type": "llama", "vocab_size": 258, "max_position_embeddings": 512, "eos_token_id": 1}
 CONFIG |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
+request = partial(reader.request, model="tiny")
 
 
 @contextlib.asynccontextmanager
@@ -76,30 +66,8 @@ async def executor(
         yield process
 
 
-def request(name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None) -> GenerationRequest:
-    return GenerationRequest(
-        generation_id=name,
-        request_id=f"request-of-{name}",
-        model="tiny",
-        consumer="me",
-        prompt=[4, 5, 6],
-        max_tokens=max_tokens,
-        sampling=SamplingParams(seed=seed),
-        generated=generated or [],
-        attempt=1 if generated else 0,
-    )
-
-
 def expected(seed: int, start: int, stop: int) -> list[int]:
     return [token_at(seed, position) for position in range(start, stop)]
-
-
-async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
-    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=30)
-
-
-async def control(bus: Bus, command: ControlCommand) -> ControlReply:
-    return await bus.request(subjects.control("g"), command, ControlReply, timeout=30)
 
 
 @pytest.mark.parametrize("wide", [1, 3])

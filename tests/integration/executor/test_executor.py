@@ -20,8 +20,6 @@ from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
 from shared.messages import (
     Cancel,
-    ControlCommand,
-    ControlReply,
     DispatchBatch,
     DispatchReply,
     Drain,
@@ -32,7 +30,6 @@ from shared.messages import (
     GroupTraits,
     Heartbeat,
     ModelCard,
-    SamplingParams,
     TokenFrame,
     Undrain,
 )
@@ -41,7 +38,7 @@ from shared.nats.bus import Bus
 from shared.nats.journal import StartPosition, replay
 from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
-from tests.integration.executor.reader import Reader
+from tests.integration.executor.reader import Reader, control, dispatch, request
 from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.lanes import in_lanes
 
@@ -59,37 +56,8 @@ async def executor(
         yield process
 
 
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
-
-
-def request(name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None) -> GenerationRequest:
-    return GenerationRequest(
-        generation_id=name,
-        request_id=f"request-of-{name}",
-        model="stub",
-        consumer="me",
-        prompt=[1, 2, 3],
-        max_tokens=max_tokens,
-        sampling=SamplingParams(seed=seed),
-        generated=generated or [],
-        attempt=1 if generated else 0,
-    )
-
-
 def expected(seed: int, start: int, stop: int) -> list[int]:
     return [stub_token(seed, position, VOCABULARY) for position in range(start, stop)]
-
-
-async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
-    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=30)
-
-
-async def control(bus: Bus, command: ControlCommand) -> ControlReply:
-    return await bus.request(subjects.control("g"), command, ControlReply, timeout=30)
 
 
 async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(

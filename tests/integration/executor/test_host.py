@@ -34,7 +34,6 @@ from shared.messages import (
     PullModel,
     RemoveModel,
     SamplingParams,
-    TokenFrame,
     UnloadModel,
 )
 from shared.messages.registry import StartTraining
@@ -144,13 +143,6 @@ async def host_with(
         assert beat.host is not None
         assert beat.host.takes_models
         yield Host(bus, process)
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
 
 
 @pytest.mark.slow

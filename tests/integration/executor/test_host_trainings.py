@@ -17,9 +17,8 @@ from services.executor.ipc.activity import ActivityPage, HostActivity
 from services.executor.ipc.trainer_pipe import TrainerFailed
 from services.executor.supervisor.host.memory import HostMemory
 from services.executor.supervisor.trainings import trainer_process, training
-from services.executor.supervisor.trainings.host_trainings import STUB_BYTES, HostTrainings
+from services.executor.supervisor.trainings.host_trainings import STUB_BYTES, HostTrainings, TrainingSettings
 from services.executor.supervisor.trainings.job_changes import MOST_CRASHES
-from services.executor.supervisor.trainings.settings import TrainingSettings
 from shared.config import load_settings, with_sections
 from shared.errors import InvalidRequest, ModelNotStored, Unavailable
 from shared.messages import HostReply, ModelSpec, StartTraining, StopTraining

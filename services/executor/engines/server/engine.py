@@ -21,7 +21,7 @@ from services.executor.engines.server.client import ServerClient, ServerFault
 from services.executor.engines.server.dialects.base import Dialect, Identity
 from services.executor.engines.server.dialects.catalog import DIALECTS
 from services.executor.engines.server.generation import Generation
-from services.executor.engines.server.watch import HEALTH_SECONDS, IDENTITY_SECONDS, Watch
+from services.executor.engines.server.watch import Watch
 from services.executor.model.tokenizer_files import read_json
 from shared.errors import ConfigurationError, RingLost, Unavailable, reason_of
 from shared.tasks import TaskSet
@@ -58,23 +58,13 @@ def make_server_engine(
 
 class ServerEngine:
     def __init__(
-        self,
-        dialect: Dialect,
-        client: ServerClient,
-        vocab_size: int,
-        context_length: int,
-        max_sequences: int,
-        health_seconds: float = HEALTH_SECONDS,
-        identity_seconds: float = IDENTITY_SECONDS,
-        reach_seconds: float = REACH_SECONDS,
+        self, dialect: Dialect, client: ServerClient, vocab_size: int, context_length: int, max_sequences: int
     ) -> None:
-        self._reach_seconds = reach_seconds
         self._dialect = dialect
         self._client = client
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._max_sequences = max_sequences
-        self._looks = (health_seconds, identity_seconds)
         self._places = asyncio.Semaphore(max_sequences)
         self._watch: Watch | None = None
         self._tasks = TaskSet("engine_task_failed")
@@ -98,7 +88,7 @@ class ServerEngine:
             ) from None
         except ServerFault as fault:
             raise ConfigurationError(f"{name} cannot be used: {fault}") from None
-        self._watch = Watch(self._client, self._dialect, identity, self._progressed, *self._looks)
+        self._watch = Watch(self._client, self._dialect, identity, self._progressed)
         self._tasks.spawn(self._watched(self._watch), name="engine-watch")
         places = min(self._max_sequences, facts.places or self._max_sequences)
         self._places = asyncio.Semaphore(places)
@@ -113,7 +103,7 @@ class ServerEngine:
             try:
                 return await self._dialect.identify()
             except httpx.TransportError as error:
-                if loop.time() - began >= self._reach_seconds:
+                if loop.time() - began >= REACH_SECONDS:
                     raise
                 log.info("engine_server_awaited", url=self._client.name, reason=reason_of(error))
                 await asyncio.sleep(1)

@@ -28,20 +28,12 @@ T = TypeVar("T")
 
 class Watch:
     def __init__(
-        self,
-        client: ServerClient,
-        dialect: Dialect,
-        identity: Identity,
-        on_progress: Callable[[float], None],
-        health_seconds: float = HEALTH_SECONDS,
-        identity_seconds: float = IDENTITY_SECONDS,
+        self, client: ServerClient, dialect: Dialect, identity: Identity, on_progress: Callable[[float], None]
     ) -> None:
         self._client = client
         self._dialect = dialect
         self._identity = identity
         self._on_progress = on_progress
-        self._health_seconds = health_seconds
-        self._identity_seconds = identity_seconds
         self._mark = ""
         self._answered = asyncio.get_running_loop().time()
         self._look: asyncio.Task[RingLost | None] | None = None  # for broken connections
@@ -51,9 +43,9 @@ class Watch:
         loop = asyncio.get_running_loop()
         known = loop.time()
         while True:
-            await asyncio.sleep(self._health_seconds)
+            await asyncio.sleep(HEALTH_SECONDS)
             await self._check_health()
-            if loop.time() - known >= self._identity_seconds:
+            if loop.time() - known >= IDENTITY_SECONDS:
                 await self._check_identity()
                 known = loop.time()
             await self._see_progress()

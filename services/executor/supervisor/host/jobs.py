@@ -7,27 +7,14 @@ from typing import Any, NamedTuple, Protocol
 from prometheus_client.registry import Collector
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.host.memory import HostMemory
+from services.executor.supervisor.ring import GroupHost
 from shared.config import CommonSettings
 from shared.messages import HostCommand, HostReply, ModelSpec
-from shared.nats.bus import Bus
-
-
-class JobService(Protocol):
-    """What jobs need of the executor."""
-
-    instance: str
-    activity: ActivityPage | None
-
-    @property
-    def bus(self) -> Bus: ...
-
-    async def beat_now(self) -> None: ...
 
 
 class HostModels(Protocol):
-    """What they need of the host's models."""
+    """What jobs need of the host's models."""
 
     def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
         """Of a group that serves it. Raises `RyzansteinError`."""
@@ -77,6 +64,6 @@ class HostJobs(Protocol):
 
 
 class HostJobKind(NamedTuple):
-    make: Callable[[ExecutorSettings, JobService, HostMemory, HostModels], HostJobs]
+    make: Callable[[ExecutorSettings, GroupHost, HostMemory, HostModels], HostJobs]
     # Its section of the executor's settings: `make` takes it out of those (`section_of`).
     settings: type[CommonSettings]

@@ -18,13 +18,14 @@ import structlog
 from pydantic import ValidationError
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.supervisor.group import GroupHost, GroupSupervisor
+from services.executor.supervisor.group import GroupSupervisor
 from services.executor.supervisor.host.adapters import HostAdapters
 from services.executor.supervisor.host.jobs import HostJobKind
 from services.executor.supervisor.host.load import HostLoad
 from services.executor.supervisor.host.memory import HostMemory, MemoryPlacement, ModelSize
 from services.executor.supervisor.host.metrics import HostMetrics
 from services.executor.supervisor.host.model_files import MEMORY_SHARE, ResidentFiles, StoredModel, gpus_of, host_bytes
+from services.executor.supervisor.ring import GroupHost
 from shared.engine_features import refusal
 from shared.errors import ConfigurationError, InvalidRequest, ModelDoesNotFit, RyzansteinError
 from shared.messages import (
@@ -457,18 +458,15 @@ class ModelHost:
         names = [self._gpu_names[device] for device in devices]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
-    # --- for jobs --------------------------------------------------------------------------------
+    # --- as jobs see it (`HostModels`) -----------------------------------------------------------
 
     def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
-        """Of a group that serves it. Raises `ConfigurationError`."""
         return settings_of(self._settings, spec)
 
     async def prepare_base(self, settings: ExecutorSettings) -> str:
-        """Has its files made ready; returns what names it from then on. Raises `RyzansteinError`."""
         return await self._prepare(settings, lambda *step: None)
 
     def serves(self, model: str) -> bool:
-        """Whether one of its groups has it in memory."""
         return any(group.model == model and group.ready.is_set() for group in self.groups.values())
 
     async def _tell_idle(self) -> None:

@@ -12,6 +12,7 @@ then Begin, Input, Kill, Alive  ──▶
 import asyncio
 import contextlib
 import struct
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -103,47 +104,39 @@ class LineLost(Exception):
     """The other side is gone, silent, or says what is no message."""
 
 
+@dataclass(eq=False)
 class Channel(Generic[Said]):
     """One connection, read as messages of one side."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        decoder: msgspec.msgpack.Decoder[Said],
-        macs: tuple[MessageMac, MessageMac] | None = None,
-    ) -> None:
-        """`macs`: of what is sent and of what is received; None: before the greeting is over."""
-        self._reader = reader
-        self._writer = writer
-        self._decoder = decoder
-        self._macs = macs
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    decoder: msgspec.msgpack.Decoder[Said]
+    # Of what is sent and of what is received; None: before the greeting is over.
+    macs: tuple[MessageMac, MessageMac] | None = None
 
     def protected(self, sent: MessageMac, received: MessageMac) -> "Channel[Said]":
         """The same connection once both ends have shown that they know the secret."""
-        return Channel(self._reader, self._writer, self._decoder, (sent, received))
+        return Channel(self.reader, self.writer, self.decoder, (sent, received))
 
     def send(self, message: msgspec.Struct) -> None:
         """Into the socket's buffer; on a line that is lost, nothing."""
-        if self._writer.is_closing():
+        if self.writer.is_closing():
             return
         payload = _encoder.encode(message)
-        mac = b"" if self._macs is None else self._macs[0].next(payload)
-        self._writer.write(_LENGTH.pack(len(payload)) + payload + mac)
+        mac = b"" if self.macs is None else self.macs[0].next(payload)
+        self.writer.write(_LENGTH.pack(len(payload)) + payload + mac)
 
     async def receive(self, within: float = SILENCE) -> Said:
         """Raises `LineLost`."""
         try:
             async with asyncio.timeout(within):
-                (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                (size,) = _LENGTH.unpack(await self.reader.readexactly(_LENGTH.size))
                 if size > MOST_BYTES:
                     raise LineLost(f"a message of {size:,} bytes was announced")
-                payload = await self._reader.readexactly(size)
-                if self._macs is not None and not self._macs[1].accepts(
-                    await self._reader.readexactly(MAC_SIZE), payload
-                ):
+                payload = await self.reader.readexactly(size)
+                if self.macs is not None and not self.macs[1].accepts(await self.reader.readexactly(MAC_SIZE), payload):
                     raise LineLost("a message was changed on its way")
-                return self._decoder.decode(payload)
+                return self.decoder.decode(payload)
         except TimeoutError:
             raise LineLost(f"nothing was heard for {within:g} s") from None
         except (OSError, asyncio.IncompleteReadError):
@@ -153,10 +146,10 @@ class Channel(Generic[Said]):
 
     async def close(self) -> None:
         """What was sent last goes out first."""
-        self._writer.close()
+        self.writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
-                await self._writer.wait_closed()
+                await self.writer.wait_closed()
 
 
 def to_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel[ToHead]:

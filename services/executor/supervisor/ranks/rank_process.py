@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -204,8 +205,6 @@ def _is_subreaper() -> bool:
     return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
-SPIN_COUNT = RUNTIME["GOMP_SPINCOUNT"]
-
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first.
 NCCL_DEFAULTS = {
     # An error that NCCL reports on its own (a peer's socket closed, a link down) ends the process, which the
@@ -223,18 +222,12 @@ NCCL_DEFAULTS = {
 _Process = ForkedRank | asyncio.subprocess.Process
 
 
+@dataclass(eq=False)
 class LocalRank:
-    def __init__(
-        self,
-        process: _Process,
-        commands: asyncio.WriteTransport,
-        events: asyncio.StreamReader,
-        pipe: asyncio.ReadTransport,
-    ):
-        self._process = process
-        self._commands = commands
-        self.events = events  # a line for each event; ends with the process
-        self._pipe = pipe
+    process: _Process
+    commands: asyncio.WriteTransport
+    events: asyncio.StreamReader  # a line for each event; ends with the process
+    pipe: asyncio.ReadTransport
 
     @classmethod
     async def start(
@@ -272,34 +265,29 @@ class LocalRank:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether the fork server has started it."""
-        return isinstance(self._process, ForkedRank)
+        return self.process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.returncode
+        return self.process.returncode
 
     def tell(self, line: bytes) -> None:
-        if not self._commands.is_closing():
-            self._commands.write(line)
+        if not self.commands.is_closing():
+            self.commands.write(line)
 
     def kill(self) -> None:
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self.process.kill()
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        return await self.process.wait()
 
     def close(self) -> None:
         """Reads no more events, and tells nothing more."""
-        self._pipe.close()
-        if not self._commands.is_closing():
-            self._commands.abort()
+        self.pipe.close()
+        if not self.commands.is_closing():
+            self.commands.abort()
 
 
 # `LocalRank.start`, or what takes its place where there are no processes, as in a simulation.

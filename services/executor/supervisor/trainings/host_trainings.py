@@ -12,20 +12,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import structlog
+from pydantic import Field
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.supervisor.host.jobs import HostJobKind, HostModels, JobService
+from services.executor.supervisor.host.jobs import HostJobKind, HostModels
 from services.executor.supervisor.host.memory import GPU_OVERHEAD, HostMemory
 from services.executor.supervisor.host.model_files import StoredModel, read_config
+from services.executor.supervisor.ring import GroupHost
 from services.executor.supervisor.trainings.job_changes import MAX_REASON
 from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes
 from services.executor.supervisor.trainings.metrics import TrainingCounts
-from services.executor.supervisor.trainings.settings import TrainingSettings
 from services.executor.supervisor.trainings.suspension import Suspension
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from services.executor.supervisor.trainings.training import Halt, ReadyBase, Training
-from shared.config import section_of
+from shared.config import CommonSettings, section_of
 from shared.errors import (
     BrokerUnavailable,
     InvalidRequest,
@@ -52,18 +53,29 @@ STUB_BYTES = 1 << 20  # memory of a trainer that computes nothing
 log = structlog.get_logger(__name__)
 
 
+class TrainingSettings(CommonSettings):
+    """The section of a host's settings that comes with fine-tuning jobs."""
+
+    trains: int = Field(default=1, ge=0, le=16)
+    """Fine-tuning jobs that the executor trains at a time, in the time that interactive requests leave; 0: none. One
+    that is a host of several (`nnodes`) trains none."""
+    training_state_interval: float = Field(default=60.0, ge=0)
+    """Seconds of training that a fine-tuning job loses at most when its executor dies: between two states that its
+    trainer writes, unless one takes so long that they would cost more than 2%. 0: a state after every step."""
+
+
 class HostTrainings:
     def __init__(
         self,
         settings: ExecutorSettings,
-        service: JobService,
+        service: GroupHost,
         memory: HostMemory,
         models: HostModels,
         start_trainer: StartTrainer = TrainerProcess.start,
     ) -> None:
         self._settings = settings
         self.start_trainer = start_trainer
-        self._service = service
+        self._service, self.instance = service, service.instance
         self._memory = memory
         self._models = models
         section = section_of(settings, TrainingSettings)
@@ -79,10 +91,6 @@ class HostTrainings:
         self.threads = len(os.sched_getaffinity(0))
 
     # --- as trainings see it ---------------------------------------------------------------------
-
-    @property
-    def instance(self) -> str:
-        return self._service.instance
 
     @property
     def bus(self) -> Bus:
@@ -197,7 +205,6 @@ class HostTrainings:
             await training.gone.wait()
 
     def on_request(self) -> None:
-        """A leader says that somebody waits for an answer."""
         self._suspension.begin()
 
     # --- commands --------------------------------------------------------------------------------

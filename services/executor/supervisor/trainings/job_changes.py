@@ -11,7 +11,6 @@ import msgspec
 
 from shared.errors import InternalError
 from shared.messages.training import (
-    Hyperparameters,
     TrainedAdapter,
     TrainingError,
     TrainingJob,
@@ -45,13 +44,13 @@ def begun(
 ) -> TrainingJob:
     """Its trainer is being started by the executor `runner`, which has found it as `before`. `threads`: what its first
     host chooses; `secret`: of its replicas, if there are several."""
-    examples = job.data.examples if job.data is not None else 0
+    examples, chosen = job.data.examples if job.data is not None else 0, job.hyperparameters
     return _replace(
         job,
         status="running",
         waiting_for="",
         started_at=job.started_at or now,
-        steps=job.steps or _steps(job.hyperparameters, examples),
+        steps=job.steps or (steps_of(chosen, examples) if chosen.batch_size else 0),
         threads=job.threads or threads,
         meeting="",
         secret=secret,
@@ -64,12 +63,6 @@ def begun(
 def state_step(job: TrainingJob) -> int:
     """The step that it goes on from after a death."""
     return job.state.step if job.state is not None else 0
-
-
-def _steps(hyperparameters: Hyperparameters, examples: int) -> int:
-    if not hyperparameters.batch_size:
-        return 0
-    return steps_of(hyperparameters, examples)
 
 
 def stepped(job: TrainingJob, metrics: TrainingMetrics, expected_at: float, waiting_for: str) -> TrainingJob:

@@ -5,69 +5,42 @@
                   └──── armed ◀── all go on (SIGCONT) ◀── idle for `QUIET` ◀──────────────────────┘
 
 Whatever a trainer does stops at once: a step, its reading and packing while it loads, the writing of a state. A GPU
-computes the layers that it has in its queue to their end; these are few (`training/trainer/pause_point.py`). A trainer
+computes the layers that it has in its queue to their end; these are few (`training/trainer/process.py`). A trainer
 holds no lock meanwhile that others wait for: the kernel stops a process where it returns to its own code, with none of
 the kernel's or a driver's, and files of packed weights are written by whoever comes first, while others do without."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from services.executor.ipc.activity import ActivityPage
+from services.executor.supervisor.trainings.training import Training
 
 LOOK = 0.02  # seconds between two looks at the page, while trainers are suspended
 # Seconds without interactive requests after which trainers go on: a conversation's next request comes soon.
 QUIET = 0.1
 
 
-class Suspendable(Protocol):
-    """What is suspended (`Training`). Either may be said again, and where there is nothing to do."""
-
-    def suspend(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def suspended_for(self) -> float: ...
-
-
-class Quiet:
-    """For how long a host has been idle. Pure: times are seconds of a clock that only goes forwards."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def busy(self) -> None:
-        """It is not, or was not a moment ago."""
-        self._since = None
-
-    def idle(self, now: float) -> bool:
-        """It is; whether it has been for so long that trainers may go on."""
-        if self._since is None:
-            self._since = now
-        return now - self._since >= QUIET
-
-
 class Suspension:
     """Of all trainers of a host."""
 
-    def __init__(self, page: Callable[[], ActivityPage | None], trainings: Mapping[str, Suspendable]) -> None:
+    def __init__(self, page: Callable[[], ActivityPage | None], trainings: Mapping[str, Training]) -> None:
         """`page`: of the host, where it trains; `trainings`: those that there are."""
         self._page = page
         self._trainings = trainings
-        self._quiet = Quiet()
+        self._busy_at = 0.0  # when somebody waited last, or the page began to be looked at; seconds of the loop's clock
         self._watching: asyncio.Task[None] | None = None
         self._is_suspended = False
 
     def begin(self) -> None:
         """Somebody waits for an answer."""
-        self._quiet.busy()
+        self._busy_at = asyncio.get_running_loop().time()
         self._is_suspended = True
         for training in self._trainings.values():
             training.suspend()
         self._watch()
 
-    def started(self, training: Suspendable) -> None:
+    def started(self, training: Training) -> None:
         """It has a trainer from now on. A request that came a moment ago may have told nobody: the page is looked at
         until it has been idle for a while."""
         page = self._page()
@@ -95,17 +68,17 @@ class Suspension:
     async def _look(self, page: ActivityPage) -> None:
         """Until the host was idle for a while, or trains nothing any more."""
         loop = asyncio.get_running_loop()
+        self._busy_at = loop.time()
         try:
             while self._trainings:
                 if not page.is_idle:
                     self.begin()
                 else:
                     page.arm()
-                    if self._quiet.idle(loop.time()):
+                    if loop.time() - self._busy_at >= QUIET:
                         return
                 await asyncio.sleep(LOOK)
         finally:
-            self._quiet.busy()
             self._is_suspended = False
             for training in self._trainings.values():
                 training.resume()

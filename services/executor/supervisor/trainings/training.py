@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.trainer_pipe import (
@@ -78,15 +78,13 @@ class ReadyBase(NamedTuple):
 class TrainingHost(Protocol):
     """What a training needs of the host whose it is."""
 
+    instance: str
     threads: int  # that a job is computed with which begins here
     start_trainer: StartTrainer
     state_interval: float  # seconds between two states that trainers write
 
     @property
     def bus(self) -> Bus: ...
-
-    @property
-    def instance(self) -> str: ...
 
     def trainer_started(self, training: "Training") -> None:
         """Suspends it where somebody waits for an answer."""
@@ -148,7 +146,8 @@ class Training:
 
     def suspend(self) -> None:
         """Its trainer stands still until `resume`, whatever it does, loading too: its reading and packing take as much
-        from others as its steps. One that is to end is not suspended any more: it has seconds for that."""
+        from others as its steps. One that is to end is not suspended any more: it has seconds for that. Either may be
+        said again, and where there is nothing to do."""
         if self._process is None or self._halt is not None or self._suspended_at is not None:
             return
         self._process.suspend()
@@ -333,7 +332,7 @@ class Training:
         before = job = await patiently(self._record.read)
         await files.fetch_examples(job)
         if job.state is not None and not await files.fetch_state(job):
-            job = await patiently(lambda: self._record.write(lambda known: msgspec.structs.replace(known, state=None)))
+            job = await patiently(lambda: self._record.write(lambda known: replace(known, state=None)))
         await patiently(lambda: files.clear_earlier(job))
         now, threads, runner = time.time(), self._host.threads, self._host.instance
         secret = secrets.token_hex() if job.hyperparameters.replicas > 1 else ""
@@ -369,7 +368,7 @@ class Training:
         async for event in process.events():
             match event:
                 case Met(address):
-                    await patiently(lambda: self._record.write(lambda job: _meeting_at(job, address)))
+                    await patiently(lambda: self._record.write(lambda job: replace(job, meeting=address)))
                 case Loaded(step, _):
                     self._step, self._state = step, "training"
                     log.info("trainer_loaded", job=self.job, step=step)
@@ -505,10 +504,6 @@ class Training:
             tokens = storage.finished.trained_tokens
             return job_changes.finished(job, storage.result, storage.metrics_object, tokens)
         return job_changes.ended(job, end, time.time())
-
-
-def _meeting_at(job: TrainingJob, address: str) -> TrainingJob:
-    return msgspec.structs.replace(job, meeting=address)
 
 
 DONE = "code 0"  # how a trainer ends that has done all, or was paused

@@ -27,9 +27,6 @@ class GroupedWeight:
         widened(self._weight, 0, made, outputs)
         return made
 
-    def addresses(self) -> list[int]:
-        return [self._weight.codes.data_ptr()]
-
 
 def grouped_weight(weight: QuantizedRows) -> FrozenWeight | None:
     """`weight`, packed where it is; None where its columns are not its inputs in their order."""

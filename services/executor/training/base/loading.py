@@ -68,7 +68,7 @@ def load_base(
     config = load_config(directory)
     check_supported(config)
     check_trainable(config)
-    dtype = compute_dtype or _dtype_of(settings, config, device)
+    dtype = compute_dtype or choose_dtype(settings, device, config, by_kernels=False)
     if not is_quantized(directory, config) and settings.weight_dtype in ("auto", "bf16"):
         return _base(load_frozen(directory, dtype, collectives, mapped=True), "checkpoint", device, dtype)
     if device.type == "cpu" and choose_dtype(settings, device, config) is torch.bfloat16:
@@ -95,7 +95,8 @@ def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: i
     """`model`: without its weights."""
     _check_modules(model)
     targets = targets_of(model)
-    head, embedding = (_name_of(model, one) for one in (model.get_output_embeddings(), _embedding_of(model)))
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    head, embedding = (_name_of(model, one) for one in ends)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="unpack")
     weights = packed_weights(packed, head, embedding, pool, threads)
     for _, module in _shards(model):
@@ -128,10 +129,6 @@ def _load_codes(
     for parameter in model.parameters():  # not buffers: rotary frequencies stay as they are
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> torch.dtype:
-    return choose_dtype(settings, device, config, by_kernels=False)
 
 
 # What configurations call them.
@@ -198,11 +195,6 @@ def _coded(held: QuantizedRows) -> FrozenWeight:
         if (packed := grouped_weight(held)) is not None:
             return packed
     return CodedWeight(held)
-
-
-def _embedding_of(model: Any) -> nn.Module:
-    found: nn.Module = model.get_input_embeddings()
-    return found
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:

@@ -51,10 +51,6 @@ class FrozenWeight(Protocol):
         """The outputs of those numbers, int64 [n], as a tensor of its own of the type of `scratch`."""
         ...
 
-    def addresses(self) -> list[int]:
-        """Where its memory begins, of each part that it has."""
-        ...
-
 
 class PlainWeight:
     """A tensor of floats, whose memory may be a mapped file's."""
@@ -70,9 +66,6 @@ class PlainWeight:
 
     def picked(self, outputs: Tensor, scratch: Scratch) -> Tensor:
         return self._weight[outputs].to(scratch.dtype)
-
-    def addresses(self) -> list[int]:
-        return [self._weight.data_ptr()]
 
 
 @dataclass(frozen=True)
@@ -111,9 +104,6 @@ class PackedWeight:
         for row, output in enumerate(wanted.tolist()):
             self._fill(made[row : row + 1], output, output + 1, 1)
         return made[places]
-
-    def addresses(self) -> list[int]:
-        return [part.linear.packed.data_ptr() for part in self._parts]
 
     def _fill(self, made: Tensor, first: int, end: int, threads: int) -> None:
         for part, form in zip(self._parts, self._formats, strict=True):
@@ -175,6 +165,3 @@ class CodedWeight:
 
     def picked(self, outputs: Tensor, scratch: Scratch) -> Tensor:
         return self._weight.picked(outputs).dequantized().to(scratch.dtype)
-
-    def addresses(self) -> list[int]:
-        return [self._weight.codes.data_ptr()]

@@ -12,7 +12,6 @@ import csv
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.executor.model.adapters.configuration import CONFIG_FILE, MAX_RANK
-from services.executor.model.adapters.files import MAX_BYTES, PREFIX, WEIGHTS_FILE, inspect_for
+from services.executor.model.adapters.files import MAX_BYTES, PREFIX, WEIGHTS_FILE, AdapterInfo, inspect_for
 from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.training.trainer.state import no_room
 from shared.errors import ConfigurationError
@@ -42,13 +41,6 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class WrittenAdapter:
-    digest: str  # as `AdapterRecord` has it
-    rank: int
-    bytes: int  # of its factors
-
-
 def check_size(factors: Mapping[str, Tensor]) -> None:
     """Before the first step. Raises `ConfigurationError` where no executor would load what the job makes."""
     size = sum(factor.nbytes for factor in factors.values())
@@ -61,7 +53,7 @@ def check_size(factors: Mapping[str, Tensor]) -> None:
 
 def write_adapter(
     directory: Path, factors: Mapping[str, Tensor], hyperparameters: Hyperparameters, base: str
-) -> WrittenAdapter:
+) -> AdapterInfo:
     """Makes `directory`, whole or not at all. `factors`: by `<target>/a` [rank, in] and `<target>/b` [out, rank],
     float32; `base`: how a reader finds the model. Raises `StorageFull`, and `ModelLoadError` where the factors are
     none that are served."""
@@ -84,8 +76,7 @@ def write_adapter(
         unfinished.replace(directory)
     except (OSError, SafetensorError) as error:
         raise no_room(directory, error) from None
-    info = inspect_for(directory, [_target(name, factors) for name in targets], MAX_RANK)
-    return WrittenAdapter(info.digest, info.rank, info.bytes)
+    return inspect_for(directory, [_target(name, factors) for name in targets], MAX_RANK)
 
 
 def _target(name: str, factors: Mapping[str, Tensor]) -> AdapterTarget:

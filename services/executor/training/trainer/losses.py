@@ -11,33 +11,18 @@ Source of DPO: Rafailov et al., "Direct Preference Optimization", https://arxiv.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+# float64 [3], of some micro batches of a step: its loss, so far; tokens that were the likeliest, of DPO pairs in the
+# right order; of DPO, the sum of the margins. On the device: nobody waits for each.
+Sums = Tensor
 
-@dataclass
-class Sums:
-    """Of some micro batches of a step: what its metrics are made of. On the device: nobody waits for each."""
 
-    loss: Tensor  # []: the step's loss, so far
-    right: Tensor  # []: tokens that were the likeliest, of DPO pairs in the right order
-    margin: Tensor  # []: of DPO, the sum of the margins
-
-    @classmethod
-    def zero(cls, device: torch.device) -> "Sums":
-        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
-
-    def add(self, other: "Sums") -> None:
-        self.loss += other.loss
-        self.right += other.right
-        self.margin += other.margin
-
-    def as_tensor(self) -> Tensor:
-        """float64 [3]"""
-        return torch.stack([self.loss, self.right, self.margin])
+def no_sums(device: torch.device) -> Sums:
+    return torch.zeros(3, dtype=torch.float64, device=device)
 
 
 def supervised(log_probs: Tensor, weights: Tensor, likeliest: Tensor, tokens: int) -> tuple[Tensor, Sums]:
@@ -46,7 +31,7 @@ def supervised(log_probs: Tensor, weights: Tensor, likeliest: Tensor, tokens: in
     `log_probs`, `weights`: float32 [N]; `likeliest`: bool [N]."""
     loss = -(log_probs * weights).sum() / tokens
     right = (likeliest * weights).sum(dtype=torch.float64)
-    return loss, Sums(loss.detach().double(), right, torch.zeros_like(right))
+    return loss, torch.stack([loss.detach().double(), right, torch.zeros_like(right)])
 
 
 def preference(
@@ -60,4 +45,4 @@ def preference(
     margins = beta * (torch.stack(gains[0::2]) - torch.stack(gains[1::2]))
     loss = -functional.logsigmoid(margins).sum() / pairs
     told = margins.detach().double()
-    return loss, Sums(loss.detach().double(), (told > 0).sum(dtype=torch.float64), told.sum())
+    return loss, torch.stack([loss.detach().double(), (told > 0).sum(dtype=torch.float64), told.sum()])

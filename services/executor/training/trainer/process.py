@@ -6,10 +6,11 @@ specification ─▶ base, examples, state ─▶ Loaded ─▶ Stepped, StateWr
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import structlog
@@ -33,26 +34,60 @@ from services.executor.ipc.trainer_pipe import (
     TrainerPipe,
     TrainerSpec,
 )
+from services.executor.platforms.base import DeviceEvent
 from services.executor.platforms.catalog import choose_platform, platform_of
 from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.adapter_files import base_name, check_size, write_adapter, write_metrics
 from services.executor.training.trainer.examples import read_examples
 from services.executor.training.trainer.loop import Loop
 from services.executor.training.trainer.optimizer import FactorOptimizer
-from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
-from services.executor.training.trainer.steps import SingleReplica, Steps, Trainable, TrainerReplicas, named_factors
+from services.executor.training.trainer.steps import SingleReplica, Steps, TrainerReplicas, named_factors
 from shared.errors import InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
+
+if TYPE_CHECKING:  # it imports transformers
+    from services.executor.training.model import TrainableModel
 
 log = structlog.get_logger(__name__)
 
 METRICS = "steps.csv"  # in the directory
 
-Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], Trainable]
+# Layers that a GPU may have in its queue, which is what a request that comes has to wait for: a trainer is suspended
+# from outside meanwhile (`supervisor/trainings/suspension.py`), and its GPU computes what it has to the end.
+_LAYERS_AHEAD = 2
+
+
+class PauseWanted(Exception):
+    """Somebody wants a pause: the step under way is given up, to be made again."""
+
+
+class Gate:
+    """Between two layers: whether it is to pause, and how far ahead of its GPU it is."""
+
+    def __init__(self, device: torch.device, pause: threading.Event) -> None:
+        """`pause`: is set when somebody wants one."""
+        self._pause = pause
+        self._platform = platform_of(device)
+        self._launched: deque[DeviceEvent] = deque()
+
+    def __call__(self) -> None:
+        """Raises `PauseWanted`."""
+        if self._pause.is_set():
+            raise PauseWanted
+        if self._platform.is_host:
+            return
+        event = self._platform.event()
+        event.record()
+        self._launched.append(event)
+        if len(self._launched) > _LAYERS_AHEAD:
+            self._launched.popleft().synchronize()
+
+
+Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], "TrainableModel"]
 
 
 class Trainer:
@@ -183,17 +218,8 @@ class Trainer:
         name = f"adapter-{self.done}"
         hyperparameters = self._job.hyperparameters
         written = write_adapter(self._directory / name, self._factors, hyperparameters, base_name(self._job))
-        self._tell(
-            AdapterWritten(
-                self.done,
-                name,
-                written.digest,
-                written.rank,
-                written.bytes,
-                self._metrics[-1],
-                is_result=self._loop.is_whole,
-            )
-        )
+        told = (self.done, name, written.digest, written.rank, written.bytes, self._metrics[-1])
+        self._tell(AdapterWritten(*told, is_result=self._loop.is_whole))
 
 
 def _replicas_of(
@@ -212,7 +238,7 @@ def _replicas_of(
 
 def load_base(
     spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None], ranks: Collectives | None = None
-) -> Trainable:
+) -> "TrainableModel":
     """Raises `ModelLoadError`."""
     from services.executor.training.model import load_trainable
 
@@ -235,11 +261,6 @@ def _threads_of(spec: TrainerSpec, ranks: Collectives | None) -> int:
     return spec.threads if ranks is None else max(1, spec.threads // ranks.world_size)
 
 
-def device_of(settings: ExecutorSettings) -> torch.device:
-    """Where the ranks of these settings compute."""
-    return torch.device(choose_platform(settings.device).name)
-
-
 def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
     """The process, whose standard input is `commands`. Returns its exit code."""
     pipe = TrainerPipe(commands, events_fd)
@@ -253,13 +274,13 @@ def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
         about={"job": spec.job.id, "attempt": spec.job.attempt, **({"rank": spec.rank} if spec.rank else {})},
     )
     pipe.listen()
-    device = device_of(settings)
+    device = torch.device(choose_platform(settings.device).name)
     _be_deterministic(device)
     trainer: Trainer | None = None
     try:
         ranks = join_ranks(spec, settings, device, events_fd)
         torch.set_num_threads(_threads_of(spec, ranks))
-        tell = pipe.send if ranks.rank == 0 else _say_nothing
+        tell = pipe.send if ranks.rank == 0 else lambda event: None  # the first rank tells for all
         made = load or partial(load_base, ranks=ranks)
         trainer = Trainer(spec, made, tell, pipe.pause, device, pipe.clock, ranks)
         trainer.run()
@@ -276,10 +297,6 @@ def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
     if spec.rank:  # its end, before the first one's, would be a failure
         threading.Event().wait()
     return 0
-
-
-def _say_nothing(event: TrainerEvent) -> None:
-    """The first rank tells for all."""
 
 
 def _be_deterministic(device: torch.device) -> None:

@@ -71,6 +71,8 @@ class Link:
 class FirstReplica:
     """Where the others meet."""
 
+    replica = 0
+
     def __init__(self, count: int, host: str, secret: str, between: Callable[[], None]) -> None:
         """Listens on `host` from now on. `between`: called while it waits; may raise. Raises `ConfigurationError`."""
         self.count = count
@@ -87,9 +89,6 @@ class FirstReplica:
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    def mine(self, batches: list[list[int]]) -> list[tuple[int, list[int]]]:
-        return list(enumerate(batches))[:: self.count]
 
     def meet(self, step: int, fingerprint: str) -> None:
         while len(self._links) < self.count - 1:
@@ -150,14 +149,10 @@ class FurtherReplica:
 
     def __init__(self, replica: int, count: int, address: str, secret: str, between: Callable[[], None]) -> None:
         """`replica`: from 1; `address`: `host:port` of the first; else as `FirstReplica`."""
-        self.count = count
-        self._replica, self._address = replica, address
+        self.replica, self.count, self._address = replica, count, address
         self._secret, self._between = secret.encode(), between
         self._connection: socket.socket | None = None
         self._link: Link | None = None
-
-    def mine(self, batches: list[list[int]]) -> list[tuple[int, list[int]]]:
-        return list(enumerate(batches))[self._replica :: self.count]
 
     def meet(self, step: int, fingerprint: str) -> None:
         connection = self._connection = self._connected()
@@ -167,7 +162,7 @@ class FurtherReplica:
                 connection = self._connection = self._connect()
         mine, theirs = (MessageMac(self._secret, side, nonces) for side in (FURTHER, FIRST))
         self._link = Link(connection, mine, theirs, self._between)
-        self._link.send(_HELLO.pack(self._replica, step, fingerprint.encode()))
+        self._link.send(_HELLO.pack(self.replica, step, fingerprint.encode()))
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         assert self._link is not None, "they have met"
@@ -209,7 +204,7 @@ class FurtherReplica:
             return self._connect()
         except OSError as error:
             raise InternalError(
-                f"The replica {self._replica} of the job cannot reach the first one at {self._address}: {error}; set "
+                f"The replica {self.replica} of the job cannot reach the first one at {self._address}: {error}; set "
                 "RYZANSTEIN_RING_HOST of executors that train together to addresses at which they reach each other."
             ) from None
 

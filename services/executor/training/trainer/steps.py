@@ -6,49 +6,30 @@ A step depends on the factors, the optimizer's moments and its own number alone.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from services.executor.training.batch import DropoutKey, PackedBatch
+from services.executor.training.batch import DropoutKey
 from services.executor.training.trainer import losses
 from services.executor.training.trainer.examples import MICRO_BATCH_TOKENS, ExampleSet, epoch_order, micro_batches
-from services.executor.training.trainer.losses import Sums
+from services.executor.training.trainer.losses import Sums, no_sums
 from services.executor.training.trainer.optimizer import FactorOptimizer
 from services.executor.training.trainer.schedule import Course, learning_rate
 from shared.errors import TrainingDiverged
 from shared.messages.training import TrainingJob, TrainingMetrics
 
+if TYPE_CHECKING:  # it imports transformers
+    from services.executor.training.model import TrainableModel
+
 _VALIDATED_TOGETHER = 64  # units that are packed into micro batches with each other
 _EXAMPLES_TOLD = 8  # in the sentence about a loss that is no number
-
-
-class TrainableFactors(Protocol):
-    """Of one linear: y = W x + scale B (A x)."""
-
-    @property
-    def a(self) -> nn.Parameter:
-        """float32 [rank, in]"""
-        ...
-
-    @property
-    def b(self) -> nn.Parameter:
-        """float32 [out, rank]"""
-        ...
-
-
-class Trainable(Protocol):
-    """What a trainer needs of `training.model.TrainableModel`."""
-
-    @property
-    def factors(self) -> Mapping[str, TrainableFactors]: ...
-
-    def log_probs(self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None) -> tuple[Tensor, Tensor]: ...
 
 
 class TrainerReplicas(Protocol):
@@ -57,13 +38,14 @@ class TrainerReplicas(Protocol):
     @property
     def count(self) -> int: ...
 
+    @property
+    def replica(self) -> int:
+        """Which of them this process is, from 0."""
+        ...
+
     def meet(self, step: int, fingerprint: str) -> None:
         """Waits for all others, which are to go on after the same step of the same job. Raises `RyzansteinError`, and
         what is raised between two layers."""
-        ...
-
-    def mine(self, batches: list[list[int]]) -> list[tuple[int, list[int]]]:
-        """Those that this process computes, each with its place among all."""
         ...
 
     def close(self) -> None:
@@ -79,16 +61,13 @@ class TrainerReplicas(Protocol):
 class SingleReplica:
     """It has all micro batches to itself."""
 
-    count = 1
+    replica, count = 0, 1
 
     def meet(self, step: int, fingerprint: str) -> None:
         return
 
     def close(self) -> None:
         return
-
-    def mine(self, batches: list[list[int]]) -> list[tuple[int, list[int]]]:
-        return list(enumerate(batches))
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         return
@@ -103,7 +82,7 @@ class Means:
     margin: float | None  # None where the method has none
 
 
-def named_factors(model: Trainable) -> dict[str, nn.Parameter]:
+def named_factors(model: "TrainableModel") -> dict[str, nn.Parameter]:
     """By `<target>/a` and `<target>/b`."""
     return {
         f"{name}/{letter}": factor
@@ -112,50 +91,41 @@ def named_factors(model: Trainable) -> dict[str, nn.Parameter]:
     }
 
 
+@dataclass
 class Steps:
     """Computes the steps of a job."""
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        model: Trainable,
-        optimizer: FactorOptimizer,
-        examples: ExampleSet,
-        course: Course,
-        device: torch.device,
-        replicas: TrainerReplicas,
-    ) -> None:
-        self._job = job
-        self._model = model
-        self._optimizer = optimizer
-        self._examples = examples
-        self._course = course
-        self._device = device
-        self._replicas = replicas
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # an epoch and its order
+    job: TrainingJob
+    model: "TrainableModel"
+    optimizer: FactorOptimizer
+    examples: ExampleSet
+    course: Course
+    device: torch.device
+    replicas: TrainerReplicas
+    _order: tuple[int, npt.NDArray[np.int64]] | None = field(default=None, init=False)  # an epoch and its order
 
     def compute(self, step: int, tokens_before: int) -> TrainingMetrics:
         """Makes step `step`, counted from 1, after `tokens_before` tokens; `seconds` of what it returns is 0. Raises
         `TrainingDiverged`: the factors are then those of before. What is raised between two layers leaves them so
         too."""
-        self._optimizer.clear()
+        self.optimizer.clear()
         units = self._units_of(step)
-        lengths = self._examples.lengths(units)
-        sums = Sums.zero(self._device)
-        weight = self._weight(self._examples, units)
-        for place, batch in self._mine(self._examples, units):
-            key = DropoutKey(self._job.seed, step, place)
-            dropout = key if self._job.hyperparameters.dropout > 0 else None
-            loss, part = self._loss(self._examples, batch, weight, dropout)
+        lengths = self.examples.lengths(units)
+        sums = no_sums(self.device)
+        weight = self._weight(self.examples, units)
+        for place, batch in self._mine(self.examples, units):
+            key = DropoutKey(self.job.seed, step, place)
+            dropout = key if self.job.hyperparameters.dropout > 0 else None
+            loss, part = self._loss(self.examples, batch, weight, dropout)
             loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(part)
-        means = self._means(sums, weight, self._optimizer.gradients())
-        norm = float(self._optimizer.clip())
+            sums += part
+        means = self._means(sums, weight, self.optimizer.gradients())
+        norm = float(self.optimizer.clip())
         if not (math.isfinite(means.loss) and math.isfinite(norm)):
-            self._optimizer.clear()
+            self.optimizer.clear()
             raise self._diverged(step, means.loss, norm, units)
-        rate = learning_rate(step, self._course.steps, self._job.hyperparameters, self._job.method)
-        self._optimizer.step(rate)
+        rate = learning_rate(step, self.course.steps, self.job.hyperparameters, self.job.method)
+        self.optimizer.step(rate)
         return TrainingMetrics(
             step,
             train_loss=means.loss,
@@ -169,60 +139,59 @@ class Steps:
     def validate(self, examples: ExampleSet) -> Means:
         """Over all of `examples`, without dropout."""
         weight = self._weight(examples, range(examples.units))
-        sums = Sums.zero(self._device)
+        sums = no_sums(self.device)
         with torch.no_grad():
             for first in range(0, examples.units, _VALIDATED_TOGETHER):
                 units = range(first, min(first + _VALIDATED_TOGETHER, examples.units))
                 for _, batch in self._mine(examples, units):
-                    sums.add(self._loss(examples, batch, weight, None)[1])
+                    sums += self._loss(examples, batch, weight, None)[1]
         return self._means(sums, weight, [])
 
     def _mine(self, examples: ExampleSet, units: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """The micro batches of `units` that this process computes, each with its place; without those that have nothing
         to learn from. Where there are few tokens, each replica still has a part of them."""
         lengths = examples.lengths(units)
-        most = MICRO_BATCH_TOKENS
-        if self._replicas.count > 1:
-            most = min(most, -(-sum(lengths) // self._replicas.count))
-        batches = micro_batches(units, lengths, most)
-        return ((place, batch) for place, batch in self._replicas.mine(batches) if examples.trained(batch))
+        most, count = MICRO_BATCH_TOKENS, self.replicas.count
+        if count > 1:
+            most = min(most, -(-sum(lengths) // count))
+        batches = islice(enumerate(micro_batches(units, lengths, most)), self.replicas.replica, None, count)
+        return ((place, batch) for place, batch in batches if examples.trained(batch))
 
     def _units_of(self, step: int) -> list[int]:
-        epoch = self._course.epoch_of(step)
+        epoch = self.course.epoch_of(step)
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, epoch_order(self._job.seed, epoch, self._examples.units)
-        return [int(unit) for unit in self._order[1][self._course.units_of(step)]]
+            self._order = epoch, epoch_order(self.job.seed, epoch, self.examples.units)
+        return [int(unit) for unit in self._order[1][self.course.units_of(step)]]
 
     def _weight(self, examples: ExampleSet, units: Sequence[int]) -> int:
         """What a mean over `units` is divided by: trained tokens, or pairs."""
-        return len(units) if self._job.method == "dpo" else max(1, examples.trained(units))
+        return len(units) if self.job.method == "dpo" else max(1, examples.trained(units))
 
     def _loss(
         self, examples: ExampleSet, units: list[int], weight: int, dropout: DropoutKey | None
     ) -> tuple[Tensor, Sums]:
-        batch = examples.packed(units, self._device)
-        if self._job.method == "supervised":
-            log_probs, likeliest = self._model.log_probs(batch, adapter=True, dropout=dropout)
+        batch = examples.packed(units, self.device)
+        if self.job.method == "supervised":
+            log_probs, likeliest = self.model.log_probs(batch, adapter=True, dropout=dropout)
             return losses.supervised(log_probs, batch.weight_rows, likeliest, weight)
         with torch.no_grad():
-            reference, _ = self._model.log_probs(batch, adapter=False, dropout=None)
-        log_probs, _ = self._model.log_probs(batch, adapter=True, dropout=dropout)
-        beta, rows = self._job.hyperparameters.beta, examples.rows_of_examples(units)
+            reference, _ = self.model.log_probs(batch, adapter=False, dropout=None)
+        log_probs, _ = self.model.log_probs(batch, adapter=True, dropout=dropout)
+        beta, rows = self.job.hyperparameters.beta, examples.rows_of_examples(units)
         return losses.preference(log_probs, reference, rows, beta, weight)
 
     def _means(self, sums: Sums, weight: int, gradients: Sequence[Tensor]) -> Means:
-        """`gradients` are added up over the replicas on the way."""
-        figures = sums.as_tensor()
-        self._replicas.add([*gradients, figures])
-        loss, right, margin = figures.tolist()
-        return Means(loss, right / weight, margin / weight if self._job.method == "dpo" else None)
+        """`gradients` and `sums` are added up over the replicas on the way."""
+        self.replicas.add([*gradients, sums])
+        loss, right, margin = sums.tolist()
+        return Means(loss, right / weight, margin / weight if self.job.method == "dpo" else None)
 
     def _diverged(self, step: int, loss: float, norm: float, units: Sequence[int]) -> TrainingDiverged:
         numbers = sorted(unit + 1 for unit in units)
         told = ", ".join(map(str, numbers[:_EXAMPLES_TOLD])) + (", ..." if len(numbers) > _EXAMPLES_TOLD else "")
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradients is {norm}"
         return TrainingDiverged(
-            f"Step {step} of {self._course.steps} has diverged ({what}); create a job with a smaller "
+            f"Step {step} of {self.course.steps} has diverged ({what}); create a job with a smaller "
             "learning_rate_multiplier or a larger warmup_ratio, and look at the examples of this step in the training "
             f"file, counted from 1: {told}."
         )

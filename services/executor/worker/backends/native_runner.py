@@ -50,12 +50,8 @@ def native_kernels(collectives: Collectives, threads: int) -> tuple[Any, SharedM
     library = load_library()
     if library is None:
         raise CannotLower(why_not())
-    return library, _native_ring(collectives, threads)
-
-
-def _native_ring(collectives: Collectives, threads: int) -> SharedMemory | None:
     if collectives.world_size == 1:
-        return None
+        return library, None
     if not isinstance(collectives, SharedMemory) or collectives.lanes < threads:
         raise CannotLower("the ranks do not share memory")
-    return collectives
+    return library, collectives

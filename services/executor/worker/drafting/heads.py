@@ -10,7 +10,7 @@ Everything else is as with a draft model: its pages, its plans, and what is made
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -29,9 +29,9 @@ from services.executor.model.model_facts import ModelFacts
 from services.executor.model.tokenizer_files import read_json
 from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import RowLogits
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import HeadReader, RunnerRequest
-from services.executor.worker.drafting.kind import DraftRequest
+from services.executor.worker.backends.catalog import backend_of
+from services.executor.worker.drafting.kind import DraftRequest, LoadedDraft
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.row_states import RowStates
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -137,13 +137,6 @@ class DraftHeadModel(DraftModel):
         return self._head.reading(self._states.at(slots_before(plan, self._size)))
 
 
-class LoadedHeads(NamedTuple):
-    share: HeadShare
-
-    def computing(self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner) -> DraftHeadModel:
-        return DraftHeadModel(self.share, self.share.runner(own, spill, limits, target), own)
-
-
 class Heads:
     """EAGLE-3 heads, and those for multi-token prediction of the model's own checkpoint."""
 
@@ -158,7 +151,7 @@ class Heads:
     def check(self, settings: ExecutorSettings, model: Path, directory: Path) -> None:
         """A head has no tokenizer of its own; its weights tell the rest, when they are read."""
 
-    def load(self, request: DraftRequest) -> LoadedHeads:
+    def load(self, request: DraftRequest) -> LoadedDraft:
         from services.executor.model.loading.draft_heads import HeadPlacement, load_eagle3_head, load_mtp_head
 
         target, directory = request.target, request.directory
@@ -172,4 +165,5 @@ class Heads:
             loaded = load_mtp_head(directory, place)
         else:
             loaded = load_eagle3_head(directory, request.model, place)
-        return LoadedHeads(HeadShare(request.asked, loaded, place.layout(loaded.config), dtype))
+        share = HeadShare(request.asked, loaded, place.layout(loaded.config), dtype)
+        return LoadedDraft(share, lambda runner, own, target: DraftHeadModel(share, runner, own))

@@ -1,8 +1,9 @@
 """What a rank drafts with: a model of its own, or a head of the model that is served (`catalog.py`).
 
-directory_of ──▶ check, on rank 0 ──▶ load, on every rank ──▶ computing: beside the model, in its own page layers
+directory_of ──▶ check, on rank 0 ──▶ load, on every rank ──▶ model: beside the model, in its own page layers
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -10,9 +11,7 @@ import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings
-from services.executor.core.step_plan import StepLimits
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.runner import ModelRunner
@@ -38,15 +37,12 @@ class DraftRequest(NamedTuple):
     has_room: MemoryCheck
 
 
-class LoadedDraft(Protocol):
+class LoadedDraft(NamedTuple):
     """One rank's weights."""
 
-    @property
-    def share(self) -> Share: ...
-
-    def computing(self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner) -> DraftModel:
-        """Beside `target`, in the page layers of `own`; `limits`: of a GPU's steps. To be called once."""
-        ...
+    share: Share
+    # The model of the share's runner, of its own page layers, and of the runner that it computes beside.
+    model: Callable[[ModelRunner, KvStore, ModelRunner], DraftModel]
 
 
 class DraftKind(Protocol):

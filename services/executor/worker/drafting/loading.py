@@ -64,8 +64,9 @@ class DraftShare(NamedTuple):
             return None
         count = len(page_layers(self.states))
         own = store.part(store.shape.num_layers - count, count, dtype=self.loaded.share.dtype)
-        draft = self.loaded.computing(own, spill, limits, target)
-        draft.runner.warm_up()
+        runner = self.loaded.share.runner(own, spill, limits, target)
+        draft = self.loaded.model(runner, own, target)
+        runner.warm_up()
         target.add_draft(draft, BlockCopier(store, spill, collectives))
         return draft
 

@@ -26,10 +26,6 @@ class RowStates:
         self._slot_of = np.full(capacity, -1, np.int32)
         self._next = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes + self._row_of.nbytes + self._slot_of.nbytes
-
     def keep(self, slots: Int32Array, states: Tensor) -> None:
         """`states` [n, width] of the tokens at `slots`, which differ from each other; the last ones where there are
         more than are kept."""

@@ -1,36 +1,21 @@
 """Draft models: smaller models of their own, with the same vocabulary or another (`translation.py`)."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.core.step_plan import StepLimits
-from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.worker.backend import load_share
-from services.executor.worker.drafting.kind import DraftRequest
+from services.executor.worker.backends.catalog import load_share
+from services.executor.worker.drafting.kind import DraftRequest, LoadedDraft
 from services.executor.worker.drafting.model import DraftModel
-from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.drafting.vocabulary import translation_of
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Share, ShareRequest
+from services.executor.worker.weights import ShareRequest
 
 log = structlog.get_logger(__name__)
 
 _WEIGHTS = {".safetensors", ".bin", ".gguf"}
-
-
-class LoadedDraftModel(NamedTuple):
-    share: Share
-    translation: Translation | None  # None: it has the vocabulary of the model that is served
-
-    def computing(self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner) -> DraftModel:
-        runner = self.share.runner(own, spill, limits, target)
-        if self.translation is None:
-            return DraftModel(self.share, runner)
-        return DraftModel(self.share, runner, self.translation.fitted(target.vocab_size, runner.vocab_size))
 
 
 class WholeModels:
@@ -50,11 +35,16 @@ class WholeModels:
                 "draft_model_not_smaller", draft_model=settings.draft_model, bytes=sizes[1], model_bytes=sizes[0]
             )
 
-    def load(self, request: DraftRequest) -> LoadedDraftModel:
+    def load(self, request: DraftRequest) -> LoadedDraft:
         translation = translation_of(request.model, request.directory)
         where = (request.settings, request.spec, request.directory, request.device, request.collectives)
         share = load_share(ShareRequest(*where, lambda done, total: None, request.has_room))
-        return LoadedDraftModel(share, translation)
+
+        def model(runner: ModelRunner, own: KvStore, target: ModelRunner) -> DraftModel:
+            fitted = None if translation is None else translation.fitted(target.vocab_size, runner.vocab_size)
+            return DraftModel(share, runner, fitted)
+
+        return LoadedDraft(share, model)
 
 
 def _weight_bytes(directory: Path) -> int:

@@ -33,8 +33,8 @@ from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import SampledRow
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.launches import Launches
 from services.executor.worker.runner import ModelRunner
 from shared.errors import InternalError

@@ -23,8 +23,8 @@ from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.native.library import why_not
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import SamplingParams, SparseAttention

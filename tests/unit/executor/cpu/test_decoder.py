@@ -32,8 +32,8 @@ from services.executor.model.products import use_products
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import largest_of
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
 from shared.errors import RingLost
 from tests.unit.executor.model import ring as rings

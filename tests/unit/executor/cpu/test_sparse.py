@@ -19,8 +19,8 @@ from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
 from services.executor.native.library import why_not
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.data_types import BlockDType
 from shared.messages import SparseAttention

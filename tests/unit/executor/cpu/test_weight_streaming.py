@@ -173,9 +173,9 @@ def test_the_same_bits_whatever_is_in_memory(
         for _ in range(2):  # again, with what the first ones have left
             for ours, theirs in zip(logits(runner), expected, strict=True):
                 assert torch.equal(ours, theirs)
-        assert runner._native is not None
-        runner._native.close()
-        runner._native.close()
+        assert runner.native is not None
+        runner.native.close()
+        runner.native.close()
 
 
 @natively
@@ -213,8 +213,8 @@ def test_memory_stays_within_its_bound(tmp_path: Path, model_type: str) -> None:
         assert streamer.resident == {0, 1}
         held = resident(streamer.address)
         assert 0 < held <= layers[0].ahead + layers[1].ahead + 2 * AROUND
-    assert runner._native is not None
-    runner._native.close()
+    assert runner.native is not None
+    runner.native.close()
 
 
 @natively

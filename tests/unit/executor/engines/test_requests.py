@@ -209,7 +209,7 @@ def test_a_deadline_ends_what_still_waits() -> None:
     assert requests.expire(5.0)
     (entry,) = requests.take_entries()["me"]
     assert (entry.generation_id, entry.error_code, entry.retryable) == ("b", "deadline_exceeded", False)
-    assert [one.request.generation_id for one in requests] == ["a", "c"]
+    assert [*requests._live] == ["a", "c"]
 
 
 def test_the_load_is_what_the_engine_has_and_what_it_is_yet_to_get() -> None:

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from services.executor.engines.base import EngineDelta, EngineRequest
 from services.executor.engines.catalog import CANNOT
 from services.executor.engines.server import generation as generations
+from services.executor.engines.server import watch
 from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects.catalog import DIALECTS
 from services.executor.engines.server.dialects.vllm import VllmDialect
@@ -45,16 +47,17 @@ def asked(name: str = "a", **fields: Any) -> EngineRequest:
 async def serving(
     kind: str = "vllm", *, health: float = NEVER, identity: float = NEVER, places: int = 4, start: bool = True
 ) -> AsyncIterator[tuple[ScriptedServer, ServerEngine]]:
-    async with ScriptedServer(kind) as server:
-        client = ServerClient(server.url, None, places)
-        engine = ServerEngine(DIALECTS[kind](client), client, VOCAB, 32, places, health, identity)
-        try:
-            if start:
-                await engine.start()
-            yield server, engine
-        finally:
-            await engine.stop()
-            await engine.stop()
+    with patch.multiple(watch, HEALTH_SECONDS=health, IDENTITY_SECONDS=identity):
+        async with ScriptedServer(kind) as server:
+            client = ServerClient(server.url, None, places)
+            engine = ServerEngine(DIALECTS[kind](client), client, VOCAB, 32, places)
+            try:
+                if start:
+                    await engine.start()
+                yield server, engine
+            finally:
+                await engine.stop()
+                await engine.stop()
 
 
 async def answers(engine: ServerEngine, *names: str) -> dict[str, list[EngineDelta]]:

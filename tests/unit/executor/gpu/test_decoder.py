@@ -17,8 +17,8 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.sampling.candidates import WANT, RowLogits
-from services.executor.worker.backend import backend_of
 from services.executor.worker.backends import gpu_decoder
+from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.backends.gpu_decoder import _why_no_triton, has_triton
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.gpu.gpu_runners import (

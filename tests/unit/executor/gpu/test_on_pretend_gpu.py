@@ -279,7 +279,7 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
     with ring_of(tmp_path, model, head, **ON_GPU) as ring:
         assert ring.spec.drafts, ring.spec.draft_left_out
         assert ring.spec.draft_reads_states
-        draft = ring.engine._loaded._draft
+        draft = ring.engine._loaded.draft
         assert draft is not None
         assert isinstance(draft._head, GraphedHead)
         steps_seen.clear()

@@ -17,7 +17,7 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model.catalogue import longest_context
 from services.executor.model.rotary import fix_frequencies, rotary_scaling
 from services.executor.native.library import why_not
-from services.executor.worker.backend import load_share
+from services.executor.worker.backends.catalog import load_share
 from services.executor.worker.weights import ShareRequest, context_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError

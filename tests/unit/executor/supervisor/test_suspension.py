@@ -5,25 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.executor.ipc.activity import ActivityPage, HostActivity
-from services.executor.supervisor.trainings.suspension import QUIET, Quiet, Suspension
-
-
-@given(st.lists(st.tuples(st.floats(0.0, 0.09), st.booleans()), max_size=40))
-def test_they_go_on_after_a_while_in_which_nobody_waited(looks: list[tuple[float, bool]]) -> None:
-    """Each look: seconds since the one before, and whether the host is idle."""
-    quiet, now, idle_since = Quiet(), 10.0, None
-    for seconds, idle in looks:
-        now += seconds
-        if not idle:
-            quiet.busy()
-            idle_since = None
-            continue
-        idle_since = now if idle_since is None else idle_since
-        assert quiet.idle(now) == (now - idle_since >= QUIET)
+from services.executor.supervisor.trainings.suspension import QUIET, Suspension
 
 
 class Trainer:
@@ -94,11 +78,17 @@ async def test_a_request_that_told_nobody_is_seen(host: Host) -> None:
 
 
 async def test_a_request_that_is_gone_at_the_next_look_counts(host: Host) -> None:
+    """Trainers go on after a while in which nobody waited; each further request begins it anew."""
+    loop = asyncio.get_running_loop()
     host.start("a")
     await host.until(False, armed=True)
-    host.suspension.begin()
-    assert host.trainers["a"].is_suspended
+    for _ in range(3):
+        host.suspension.begin()
+        began = loop.time()
+        assert host.trainers["a"].is_suspended
+        await asyncio.sleep(QUIET / 2)
     await host.until(False)
+    assert loop.time() - began >= QUIET
 
 
 async def test_the_page_is_armed_while_it_is_idle_and_by_a_ring_s_end(host: Host) -> None:

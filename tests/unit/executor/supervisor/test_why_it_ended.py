@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ class Ended:
 
 @pytest.fixture
 async def made() -> AsyncIterator[Ring]:
-    made = Ring(load_settings(ExecutorSettings, engine="stub", tp=2), "g", "i", 1)
+    host: Any = SimpleNamespace(activity=None)
+    made = Ring(load_settings(ExecutorSettings, engine="stub", tp=2), "g", host, 1, None, {})
     for rank in range(2):
         made._events[rank] = asyncio.create_task(asyncio.sleep(0))
     yield made

@@ -154,7 +154,6 @@ def test_factors_follow_from_the_seed_and_are_nothing_at_first(tmp_path: Path) -
     directory = make_model(tmp_path / "model", "llama")
     one, same, other = (trainable(directory, seed=seed, drawn=False) for seed in (7, 7, 8))
     assert [*one.factors] == sorted(one.factors)
-    assert one.trained_bytes == sum(part.nbytes for part in one.parameters)
     for name, factors in one.factors.items():
         assert torch.equal(factors.a, same.factors[name].a)
         assert not torch.equal(factors.a, other.factors[name].a)

@@ -9,23 +9,22 @@ import pytest
 import torch
 
 from services.executor.native.library import load_library
-from services.executor.worker import backend
-from services.executor.worker.backends.catalog import BACKENDS
+from services.executor.worker.backends import catalog as backends
 from services.executor.worker.backends.cpu_kernels import CpuKernels
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.ring import mixed_script
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.without_line import TOKENS
 
-EXECUTOR = Path(backend.__file__).parents[1]
+EXECUTOR = Path(backends.__file__).parents[2]
 BACKEND_LIST, PLATFORM_LIST = ("services.executor.worker.backends.catalog", "services.executor.platforms.catalog")
 
 
-@pytest.mark.parametrize("left_out", BACKENDS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("left_out", backends.BACKENDS, ids=lambda one: type(one).__name__)
 def test_without_one_backend_the_rest_computes(
     left_out: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "BACKENDS", tuple(one for one in BACKENDS if one is not left_out))
+    monkeypatch.setattr(backends, "BACKENDS", tuple(one for one in backends.BACKENDS if one is not left_out))
     directory = make_model(tmp_path, "llama", head_dim=32)
     runner = runner_of(directory, native=True)
     assert runner.is_native == (load_library() is not None and not isinstance(left_out, CpuKernels))

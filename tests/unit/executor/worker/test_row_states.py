@@ -39,4 +39,3 @@ def test_what_is_found_is_what_was_kept_last(steps: list[tuple[str, list[int]]])
             assert second == -first
             assert first == 0 or first == torch.tensor(kept[slot]).item()
     assert not states.at(np.array([-1], np.int32)).any()
-    assert states.nbytes == CAPACITY * 2 * 4 + (SLOTS + CAPACITY) * 4

@@ -25,8 +25,8 @@ from services.executor.model.dtypes import choose_dtype
 from services.executor.model.loading import arena, loader
 from services.executor.native import library
 from services.executor.platforms.cpu import Cpu
-from services.executor.worker.backend import load_share
 from services.executor.worker.backends import cpu_kernels, native_runner
+from services.executor.worker.backends.catalog import load_share
 from services.executor.worker.backends.packed_share import cache_of
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, ShareRequest
@@ -94,7 +94,7 @@ def test_kernels_are_suspected_where_those_of_another_level_compute_numbers(tmp_
     if len(library.levels()) < 2:
         pytest.skip("this processor has one level")
     runner = runner_of(share_of(model_of(tmp_path, head_dim=32)))
-    decoder, kernels = runner._native, library.load_library()
+    decoder, kernels = runner.native, library.load_library()
 
     def forward(handle: int, step: Any) -> int:
         result: int = kernels.rz_decoder_forward(handle, step)

@@ -13,7 +13,7 @@ from torch import nn
 
 from services.executor.training.trainer.adapter_files import base_name, check_size, write_adapter, write_metrics
 from services.executor.training.trainer.optimizer import FactorOptimizer
-from services.executor.training.trainer.pause_point import Gate, PauseWanted
+from services.executor.training.trainer.process import Gate, PauseWanted
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
 from shared.errors import ConfigurationError, InternalError, InvalidRequest, StorageFull

@@ -35,7 +35,6 @@ import json
 import logging
 import os
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -56,7 +55,6 @@ except ImportError:  # the functions below are of use without vLLM, too
 
 log = logging.getLogger("vllm.ryzanstein")  # vLLM shows what is logged below its own name
 
-MOST_FAILURES = 256  # reasons that are kept
 # The address of a datagram socket that is told why requests with an `id` have failed; unset: the log alone is.
 FAILURES = "KEYED_SAMPLING_FAILURES"
 
@@ -179,8 +177,6 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         # Of the batch, the rows that something is to be done for: greedy ones without edits are vLLM's.
         self._rows: dict[int, Row] = {}
         self._plan: Plan | None = None  # None: the batch has changed
-        self.failures: OrderedDict[int, str] = OrderedDict()  # why rows have failed, by a running number; the last ones
-        self._failed = 0
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -338,10 +334,6 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
     def _fail(self, row: Row, problem: str) -> None:
         row.problem = problem
         self._plan = None
-        self._failed += 1
-        self.failures[self._failed] = problem
-        if len(self.failures) > MOST_FAILURES:
-            self.failures.popitem(last=False)
         self._tell(row, problem)
         log.warning("a request with seed %d ends at position %d: %s", row.options.seed, row.position, problem)
 
