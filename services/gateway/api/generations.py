@@ -3,14 +3,12 @@
 from typing import Any
 
 import msgspec
-from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.generating import positions_of, reading, stream, wants_positions
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.streams.reading import GenerationState
 
 
@@ -73,9 +71,6 @@ async def stream_generation(ask: RequestContext) -> None:
         await stream(run, ask.scope, ask.send, positions=positions)
 
 
-def generation_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """All of them."""
-    return [
-        route(backend, settings, (GENERATION, retrieve_generation), (CANCEL, cancel_generation)),
-        route(backend, settings, (GENERATION_STREAM, stream_generation)),
-    ]
+generation_routes = routes_of(
+    (GENERATION, retrieve_generation), (CANCEL, cancel_generation), (GENERATION_STREAM, stream_generation)
+)

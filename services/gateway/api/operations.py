@@ -6,14 +6,13 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, routes_of
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
 from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.api.openapi.document import DocumentRoute
 from services.gateway.api.openapi.operation import TEXT, ApiRoute, Operation
 from services.gateway.core.pagination import PageQuery
-from services.gateway.core.settings import GatewaySettings
 from shared.process import VERSION
 from shared.service.endpoints import Health, OpsApp
 
@@ -103,17 +102,16 @@ async def load(ask: RequestContext) -> Load:
     return Load(ask.backend.active_now - 1)
 
 
-def own_routes(
-    backend: GatewayBackend, settings: GatewaySettings, ops: OpsApp, describe: Callable[[], dict[str, Any]]
-) -> list[BaseRoute]:
+_about_itself = routes_of(
+    (SERVER_VERSION, version), *((one, ping) for one in PINGS), (LOAD, load), (CLUSTER, cluster), (KEYS, keys)
+)
+
+
+def own_routes(backend: GatewayBackend, ops: OpsApp, describe: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
     """All of them. `describe` makes the document of the API."""
     return [
         *(ApiRoute(ops, item) for item in OPS),
-        route(backend, settings, (SERVER_VERSION, version)),
-        route(backend, settings, *((item, ping) for item in PINGS)),
-        route(backend, settings, (LOAD, load)),
-        route(backend, settings, (CLUSTER, cluster)),
-        route(backend, settings, (KEYS, keys)),
+        *_about_itself(backend),
         *page_routes(),
         ApiRoute(DocumentRoute(describe), DOCUMENT),
     ]

@@ -4,13 +4,11 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import RouteError
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_session_id
 from services.gateway.intake.prompts.prefill import Prefilled
 from services.gateway.intake.record import Context
@@ -88,6 +86,4 @@ async def cancel(ask: RequestContext) -> PrefillCancelled:
     return PrefillCancelled(session, ask.parts.intake.prefills.cancel(ask.tenant, session))
 
 
-def session_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    """All of them."""
-    return [route(backend, settings, (PREFILL, prefill), (CANCEL, cancel))]
+session_routes = routes_of((PREFILL, prefill), (CANCEL, cancel))

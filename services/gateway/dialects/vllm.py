@@ -5,15 +5,13 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.dialect import Dialect, routes_of
-from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.dialect import Dialect
+from services.gateway.api.generating import completions
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.chat import rendered
 from services.gateway.intake.rules import OneOf, Ruled
@@ -185,13 +183,14 @@ INVOCATIONS = Operation(
 )
 
 
-def _routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    return [
-        ApiRoute(CompletionsRoute("invocations", backend, settings), INVOCATIONS),
-        *(route(backend, settings, (item, tokenize)) for item in TOKENIZE),
-        *(route(backend, settings, (item, detokenize)) for item in DETOKENIZE),
-        *(route(backend, settings, (item, tokenizer_info)) for item in TOKENIZER_INFO),
-    ]
-
-
-VLLM = Dialect("vllm", routes_of(_routes))
+VLLM = Dialect(
+    "vllm",
+    (
+        completions("invocations", INVOCATIONS),
+        routes_of(
+            *((one, tokenize) for one in TOKENIZE),
+            *((one, detokenize) for one in DETOKENIZE),
+            *((one, tokenizer_info) for one in TOKENIZER_INFO),
+        ),
+    ),
+)

@@ -22,7 +22,6 @@ from services.gateway.api.grpc.session import (
 )
 from services.gateway.core.errors import missing
 from services.gateway.core.large_requests import LARGE_REQUEST
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from shared.messages import ModelCard
@@ -34,10 +33,9 @@ Answer = Callable[[GrpcCall], Awaitable[None]]
 class Inference:
     """The service's methods."""
 
-    def __init__(self, backend: GatewayBackend, settings: GatewaySettings, calls: Mapping[str, Answer]) -> None:
+    def __init__(self, backend: GatewayBackend, calls: Mapping[str, Answer]) -> None:
         """`calls`: further methods, by name."""
         self._backend = backend
-        self._settings = settings
         self._calls = calls
 
     def methods(self) -> dict[str, RpcMethod]:
@@ -76,7 +74,7 @@ class Inference:
 
     async def chat_session(self, call: GrpcCall) -> None:
         """ChatSession: until the client has ended its side and every generation has ended."""
-        await ChatSession(call, self._backend, self._settings).serve()
+        await ChatSession(call, self._backend).serve()
 
     async def _answer(
         self,
@@ -88,7 +86,7 @@ class Inference:
         with self._backend.active():
             intake = self._backend.parts.intake
             view = view_of(given.output)
-            context = context_of(call, self._settings)
+            context = context_of(call, self._backend.settings)
             context.view = view
             print_ = requests.fingerprint(given) if context.key else ""
             run = await intake.prepare_decoded(endpoint, request, context, print_)
@@ -154,7 +152,7 @@ class Inference:
     async def embed(self, call: GrpcCall) -> None:
         given = decode(pb.EmbedRequest, call.take())
         with self._backend.active():
-            context = context_of(call, self._settings)
+            context = context_of(call, self._backend.settings)
             context.view = EmbedFormat
             print_ = requests.fingerprint(given) if context.key else ""
             request = requests.embedding_request(given)

@@ -112,9 +112,9 @@ async def send_events(
 class ChatSession(Session[pb.ChatSessionRequest]):
     """Of one stream."""
 
-    def __init__(self, call: GrpcCall, backend: GatewayBackend, settings: GatewaySettings) -> None:
+    def __init__(self, call: GrpcCall, backend: GatewayBackend) -> None:
         """Raises `InvalidParameter`."""
-        super().__init__(backend, context_of(call, settings), settings)
+        super().__init__(backend, context_of(call, backend.settings))
         self._call = call
 
     async def serve(self) -> None:
@@ -179,7 +179,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
             changes["key"] = check_idempotency_key(message.idempotency_key)
         if message.HasField("background_seconds"):
             shown = f"{message.background_seconds:.6f}"
-            changes["background"] = check_background(shown, self._settings.background_limit)
+            changes["background"] = check_background(shown, self._backend.settings.background_limit)
         if message.HasField("session_id"):
             changes["session"] = check_session_id(message.session_id)
         context = msgspec.structs.replace(self._context, **changes)

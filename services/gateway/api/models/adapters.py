@@ -2,15 +2,13 @@
 
 import msgspec
 from starlette.responses import PlainTextResponse
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted
 from services.gateway.api.openapi.operation import TEXT, Operation
 from services.gateway.core.adapters import not_found, not_read
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from shared.messages.registry import AdapterRecord
 
@@ -193,10 +191,6 @@ _unload = msgspec.json.Decoder(UnloadAdapter)
 _entry = msgspec.json.Decoder(AdapterEntry)
 
 
-def adapter_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    return [
-        route(backend, settings, (LOAD, load)),
-        route(backend, settings, (UNLOAD, unload)),
-        route(backend, settings, (LIST, list_adapters)),
-        route(backend, settings, (GET, retrieve), (PUT, put), (DELETE, delete)),
-    ]
+adapter_routes = routes_of(
+    (LOAD, load), (UNLOAD, unload), (LIST, list_adapters), (GET, retrieve), (PUT, put), (DELETE, delete)
+)

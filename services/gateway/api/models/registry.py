@@ -5,16 +5,14 @@ import time
 from typing import Any
 
 import msgspec
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted, Status
 from services.gateway.api.openapi.operation import Operation, Parameter
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import not_registered
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from shared.messages import ModelSettings, ModelSpec, SparseAttention
 
@@ -225,8 +223,6 @@ def _shown(spec: ModelSpec, status: Status) -> RegisteredModel:
 _fields: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def registry_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    return [
-        route(backend, settings, (LIST, list_entries)),
-        route(backend, settings, (GET, retrieve_entry), (PUT, put_entry), (PATCH, patch_entry), (DELETE, delete_entry)),
-    ]
+registry_routes = routes_of(
+    (LIST, list_entries), (GET, retrieve_entry), (PUT, put_entry), (PATCH, patch_entry), (DELETE, delete_entry)
+)

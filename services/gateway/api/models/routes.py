@@ -6,15 +6,13 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.dialect import ModelView, dialects_of
 from services.gateway.api.models.shapes import Deleted, Done, Model, ModelEvent, ModelList, Models, events_between
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, UntilGone
 from services.gateway.core.errors import describe
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from shared.errors import Unavailable
 from shared.model_status import ModelStatus
@@ -252,13 +250,15 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 _pull = msgspec.json.Decoder(PullRequest)
 
 
-def model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    return [
-        route(backend, settings, (LIST, list_models)),
-        route(backend, settings, (MODEL, retrieve_model), (DELETE, delete_model)),
-        route(backend, settings, (ROUTER_LIST, router_models), (PULL[0], pull), (ROUTER_DELETE, router_delete)),
-        route(backend, settings, (LOAD, load)),
-        route(backend, settings, (UNLOAD, unload)),
-        route(backend, settings, (EVENTS, stream_events)),
-        route(backend, settings, (PULL[1], pull)),
-    ]
+model_routes = routes_of(
+    (LIST, list_models),
+    (MODEL, retrieve_model),
+    (DELETE, delete_model),
+    (ROUTER_LIST, router_models),
+    (PULL[0], pull),
+    (ROUTER_DELETE, router_delete),
+    (LOAD, load),
+    (UNLOAD, unload),
+    (EVENTS, stream_events),
+    (PULL[1], pull),
+)

@@ -3,16 +3,14 @@
 from typing import Any, Literal
 
 import msgspec
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchStatus, Counts
@@ -106,10 +104,4 @@ async def cancel(ask: RequestContext) -> dict[str, Any]:
     return batch_object(await ask.parts.job(Batches).cancel(ask.named("batch"), ask.tenant))
 
 
-def batch_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create), (LIST, list_batches)),
-        route(backend, settings, (RETRIEVE, retrieve)),
-        route(backend, settings, (CANCEL, cancel)),
-    ]
+batch_routes = routes_of((CREATE, create), (LIST, list_batches), (RETRIEVE, retrieve), (CANCEL, cancel))

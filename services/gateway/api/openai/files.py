@@ -5,15 +5,13 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import send_parts
 from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 
@@ -166,10 +164,6 @@ async def content(ask: RequestContext) -> None:
     await send_parts(ask.send, files.content(record), "application/octet-stream", record.bytes)
 
 
-def file_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (UPLOAD, upload), (LIST, list_files)),
-        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
-        route(backend, settings, (CONTENT, content)),
-    ]
+file_routes = routes_of(
+    (UPLOAD, upload), (LIST, list_files), (RETRIEVE, retrieve), (DELETE, delete), (CONTENT, content)
+)

@@ -7,15 +7,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.training.objects import checkpoint_object, job_object
@@ -327,16 +325,15 @@ async def refused(ask: RequestContext) -> None:
     )
 
 
-def fine_tuning_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create), (LIST, list_jobs)),
-        route(backend, settings, (RETRIEVE, retrieve)),
-        route(backend, settings, (CANCEL, cancel)),
-        route(backend, settings, (PAUSE, pause)),
-        route(backend, settings, (RESUME, resume)),
-        route(backend, settings, (EVENTS, events)),
-        route(backend, settings, (CHECKPOINTS, checkpoints)),
-        route(backend, settings, (ADAPTER, adapter)),
-        route(backend, settings, *((one, refused) for one in REFUSED)),
-    ]
+fine_tuning_routes = routes_of(
+    (CREATE, create),
+    (LIST, list_jobs),
+    (RETRIEVE, retrieve),
+    (CANCEL, cancel),
+    (PAUSE, pause),
+    (RESUME, resume),
+    (EVENTS, events),
+    (CHECKPOINTS, checkpoints),
+    (ADAPTER, adapter),
+    *((one, refused) for one in REFUSED),
+)

@@ -4,14 +4,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import convert, empty_array
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import BATCH_EXPIRY, expiry
 from services.gateway.files.uploads import expiry_of, part_id
 from services.gateway.intake.decoding import decode
@@ -160,11 +158,4 @@ async def cancel(ask: RequestContext) -> dict[str, Any]:
     return _shown(await ask.parts.uploads.cancel(ask.named("upload"), ask.tenant), "cancelled")
 
 
-def upload_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create)),
-        route(backend, settings, (ADD, add)),
-        route(backend, settings, (COMPLETE, complete)),
-        route(backend, settings, (CANCEL, cancel)),
-    ]
+upload_routes = routes_of((CREATE, create), (ADD, add), (COMPLETE, complete), (CANCEL, cancel))

@@ -5,10 +5,9 @@ A new path is one `Operation` beside its route, among the routes of its dialect:
     EMBEDDINGS = Operation("POST /v1/embeddings", "createEmbedding", "Embeddings of texts.",
                            "Embeddings", request=EmbeddingRequest, response=EmbeddingList)
     ...
-    ApiRoute(EmbeddingsRoute(backend), EMBEDDINGS)
+    completions("embeddings", EMBEDDINGS)
 
-What one function answers from what a service holds is `route(backend, settings, (OPERATION, function))` of
-`api.backend`.
+What one function answers from what a service holds is `routes_of((OPERATION, function))` of `api.backend`.
 """
 
 import re

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
@@ -20,7 +19,6 @@ from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import NeighbourQuery, neighbours
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.anthropic.errors import MESSAGES, AnthropicError
 from services.gateway.dialects.anthropic.messages import EXAMPLE, TAG
 from services.gateway.dialects.anthropic.results import (
@@ -282,11 +280,6 @@ async def _lines(ask: RequestContext, file: str) -> AsyncGenerator[list[FileLine
     yield splitter.end()
 
 
-def message_batch_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create), (LIST, list_batches)),
-        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
-        route(backend, settings, (CANCEL, cancel)),
-        route(backend, settings, (RESULTS, results)),
-    ]
+message_batch_routes = routes_of(
+    (CREATE, create), (LIST, list_batches), (RETRIEVE, retrieve), (DELETE, delete), (CANCEL, cancel), (RESULTS, results)
+)

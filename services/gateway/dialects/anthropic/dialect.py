@@ -1,6 +1,6 @@
 """Anthropic's messages and message batches, and its view of the models, for requests with its header."""
 
-from services.gateway.api.dialect import Dialect, ModelView, routes_of
+from services.gateway.api.dialect import Dialect, ModelView
 from services.gateway.dialects.anthropic.endpoint import MessagesEndpoint
 from services.gateway.dialects.anthropic.errors import MESSAGES, anthropic_headers, anthropic_models, described
 from services.gateway.dialects.anthropic.messages import message_routes
@@ -8,7 +8,7 @@ from services.gateway.dialects.anthropic.models import ModelInfo, model_page
 
 ANTHROPIC = Dialect(
     "anthropic",
-    routes_of(message_routes),
+    message_routes,
     endpoints=(MessagesEndpoint(),),
     describe=described,
     error_event=b"error",

@@ -4,14 +4,12 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import CompletionsRoute, context_of
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.generating import completions, context_of
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.asgi import disconnected
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.anthropic.endpoint import count_tokens as count
 from services.gateway.dialects.anthropic.errors import MESSAGES, AnthropicError
 from services.gateway.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -106,7 +104,4 @@ async def count_tokens(ask: RequestContext) -> TokenCount:
     return TokenCount(await count(intake.processor, body, context))
 
 
-def message_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    """All but those of batches."""
-    create = CompletionsRoute("messages", backend, settings)
-    return [ApiRoute(create, CREATE, direct=create), route(backend, settings, (COUNT, count_tokens))]
+message_routes = (completions("messages", CREATE, direct=True), routes_of((COUNT, count_tokens)))

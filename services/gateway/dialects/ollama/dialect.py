@@ -1,6 +1,6 @@
 """Ollama's API: lines of JSON in place of events, models by the names that they have there."""
 
-from services.gateway.api.dialect import Dialect, routes_of
+from services.gateway.api.dialect import Dialect
 from services.gateway.core.asgi import LineStream
 from services.gateway.dialects.ollama.generating import generating_routes
 from services.gateway.dialects.ollama.intake import GenerateEndpoint, OllamaChatEndpoint
@@ -9,7 +9,7 @@ from services.gateway.dialects.ollama.shapes import described
 
 OLLAMA = Dialect(
     "ollama",
-    routes_of(generating_routes, ollama_model_routes),
+    (generating_routes, ollama_model_routes),
     endpoints=(OllamaChatEndpoint(), GenerateEndpoint()),
     describe=described,
     stream=LineStream,

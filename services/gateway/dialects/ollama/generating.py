@@ -11,7 +11,6 @@ from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import context_of, reading, stream, wants_positions
 from services.gateway.api.openapi.operation import GENERATING, GENERATING_HEADERS, POSITIONS, ApiRoute, Operation
 from services.gateway.core.asgi import disconnected, send_json
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.ollama import shapes
 from services.gateway.dialects.ollama.formats import OllamaVectorFormat, OneVectorFormat, rfc3339
 from services.gateway.dialects.ollama.intake import Embedded, OllamaIntake
@@ -102,16 +101,14 @@ class AnswerRoute:
         decoder: msgspec.json.Decoder[OllamaChatRequest] | msgspec.json.Decoder[OllamaGenerateRequest],
         nothing: dict[str, object],
         backend: GatewayBackend,
-        settings: GatewaySettings,
     ) -> None:
         """`nothing`: what an empty answer has."""
         self._decoder: Any = decoder
         self._nothing = nothing
         self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ask, positions = (RequestContext(self._backend, self._settings, scope, receive, send), wants_positions(scope))
+        ask, positions = (RequestContext(self._backend, scope, receive, send), wants_positions(scope))
         request, body, context = await _taken(ask, self._decoder)
         if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
             reason = await load_or_unload(ask, request.model, request.keep_alive)
@@ -175,13 +172,13 @@ async def _vectors(ask: RequestContext, request: Embedded, body: bytes, context:
             await send_json(ask.send, 200, await run.collect())
 
 
-def generating_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
+def generating_routes(backend: GatewayBackend) -> list[Route]:
     message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
-    chat = AnswerRoute(_chat, message, backend, settings)
-    generate = AnswerRoute(_generate, {"response": ""}, backend, settings)
+    chat = AnswerRoute(_chat, message, backend)
+    generate = AnswerRoute(_generate, {"response": ""}, backend)
     return [
         ApiRoute(chat, CHAT, direct=chat),
         ApiRoute(generate, GENERATE, direct=generate),
-        route(backend, settings, (EMBED, embed)),
-        route(backend, settings, (EMBEDDINGS, embeddings)),
+        route(backend, (EMBED, embed)),
+        route(backend, (EMBEDDINGS, embeddings)),
     ]

@@ -12,14 +12,12 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.models.routes import BODY, MANAGING
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.ollama import shapes
 from services.gateway.dialects.ollama.downloads import pull, send_lines
 from services.gateway.dialects.ollama.generating import TAG
@@ -327,17 +325,15 @@ _copy = msgspec.json.Decoder(OllamaCopyRequest)
 _create = msgspec.json.Decoder(OllamaCreateRequest)
 
 
-def ollama_model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    handled = (
-        (VERSIONS, version),
-        (TAGS, tags),
-        (PS, processes),
-        (SHOW, show),
-        (PULL, pull_model),
-        (DELETE, delete),
-        (COPY, copy),
-        (CREATE, create),
-        (PUSH, push),
-        (BLOB, blob),
-    )
-    return [route(backend, settings, one) for one in handled]
+ollama_model_routes = routes_of(
+    (VERSIONS, version),
+    (TAGS, tags),
+    (PS, processes),
+    (SHOW, show),
+    (PULL, pull_model),
+    (DELETE, delete),
+    (COPY, copy),
+    (CREATE, create),
+    (PUSH, push),
+    (BLOB, blob),
+)

@@ -4,11 +4,10 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.backend import GatewayBackend, RequestContext, route, routes_of
+from services.gateway.api.generating import CompletionsRoute, completions
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.dialects.openai import stored_chats
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 
@@ -86,24 +85,20 @@ async def render_completion(ask: RequestContext) -> list[RenderedPrompt]:
     return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
 
 
-def chat_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """Those of stored chats too."""
-    create = CompletionsRoute("chat.completions", backend, settings)
+def _chats(backend: GatewayBackend) -> list[BaseRoute]:
+    """Their making, and the list of those that are stored, which have one path."""
+    create = CompletionsRoute("chat.completions", backend)
 
     async def created(ask: RequestContext) -> None:
         await create(ask.scope, ask.receive, ask.send)
 
-    return [
-        route(backend, settings, (RENDER_CHAT, render_chat)),  # before the stored chats: it is no id
-        route(backend, settings, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create),
-        *stored_chats.routes(backend, settings),
-    ]
+    return [route(backend, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create)]
 
 
-def completion_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """All of them."""
-    create = CompletionsRoute("completions", backend, settings)
-    return [
-        route(backend, settings, (RENDER_COMPLETION, render_completion)),
-        ApiRoute(create, COMPLETIONS, direct=create),
-    ]
+chat_routes = (
+    routes_of((RENDER_CHAT, render_chat)),  # before the stored chats: it is no id
+    _chats,
+    stored_chats.one_chat_routes,
+    routes_of((RENDER_COMPLETION, render_completion)),
+    completions("completions", COMPLETIONS, direct=True),
+)

@@ -3,14 +3,12 @@
 from typing import Any, Literal
 
 import msgspec
-from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import convert
 from services.gateway.core.pagination import ListPage
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.schemas import NamedMetadata
 from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
@@ -140,9 +138,4 @@ async def list_messages(ask: RequestContext) -> bytes:
         return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted, budget)
 
 
-def routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """Those of one chat."""
-    return [
-        route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
-        route(backend, settings, (MESSAGES, list_messages)),
-    ]
+one_chat_routes = routes_of((RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete), (MESSAGES, list_messages))

@@ -5,11 +5,9 @@ from typing import Literal
 import msgspec
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend
-from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.generating import completions
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.dialects.pooling.schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 
@@ -180,16 +178,10 @@ POOLING = Operation(
 )
 
 
-def pooling_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[ApiRoute]:
-    """All of them."""
-    embeddings = CompletionsRoute("embeddings", backend, settings)
-    rerank = CompletionsRoute("rerank", backend, settings)
-    score = CompletionsRoute("score", backend, settings)
-    classify = CompletionsRoute("classify", backend, settings)
-    return [
-        ApiRoute(embeddings, EMBEDDINGS),
-        *(ApiRoute(rerank, item) for item in RERANK),
-        *(ApiRoute(score, item) for item in SCORE),
-        *(ApiRoute(classify, item) for item in CLASSIFY),
-        ApiRoute(CompletionsRoute("pooling", backend, settings), POOLING),
-    ]
+pooling_routes = (
+    completions("embeddings", EMBEDDINGS),
+    completions("rerank", *RERANK),
+    completions("score", *SCORE),
+    completions("classify", *CLASSIFY),
+    completions("pooling", POOLING),
+)

@@ -6,12 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import empty_array
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.responses.conversation.history import History
 from services.gateway.dialects.responses.conversation.items import read_input
 from services.gateway.dialects.responses.routes import Include, ItemList, ItemsQuery, item_list
@@ -220,11 +218,13 @@ async def delete_item(ask: RequestContext) -> dict[str, Any]:
     return _shown(public_id, await ask.parts.conversations.remove(public_id, ask.tenant, ask.named("item")))
 
 
-def conversation_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create)),
-        route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
-        route(backend, settings, (LIST_ITEMS, list_items), (ADD_ITEMS, add_items)),
-        route(backend, settings, (ITEM, retrieve_item), (DELETE_ITEM, delete_item)),
-    ]
+conversation_routes = routes_of(
+    (CREATE, create),
+    (RETRIEVE, retrieve),
+    (CHANGE, change),
+    (DELETE, delete),
+    (LIST_ITEMS, list_items),
+    (ADD_ITEMS, add_items),
+    (ITEM, retrieve_item),
+    (DELETE_ITEM, delete_item),
+)

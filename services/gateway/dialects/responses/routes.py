@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import CompletionsRoute, context_of, positions_of, reading, stream
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.generating import completions, context_of, positions_of, reading, stream
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, shown_raw
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.endpoint import compacted
 from services.gateway.dialects.responses.endpoint import count_tokens as count
@@ -338,13 +336,14 @@ async def compact(ask: RequestContext) -> CompactedResponse:
     )
 
 
-def response_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    """All of them."""
-    return [
-        ApiRoute(CompletionsRoute("responses", backend, settings), CREATE),
-        route(backend, settings, (COUNT, count_tokens)),
-        route(backend, settings, (COMPACT, compact)),
-        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
-        route(backend, settings, (CANCEL, cancel)),
-        route(backend, settings, (ITEMS, list_items)),
-    ]
+response_routes = (
+    completions("responses", CREATE),
+    routes_of(
+        (COUNT, count_tokens),
+        (COMPACT, compact),
+        (RETRIEVE, retrieve),
+        (DELETE, delete),
+        (CANCEL, cancel),
+        (ITEMS, list_items),
+    ),
+)
