@@ -8,6 +8,7 @@ everything         everything         nothing new         everything
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
@@ -28,7 +29,7 @@ from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
 from services.gateway.files.uploads import Uploads
-from services.gateway.intake.decoding import read_query
+from services.gateway.intake.decoding import decode, read_query
 from services.gateway.intake.intake import Intake
 from services.gateway.persistence.budget import HistoryBudget
 from services.gateway.persistence.chats import StoredChats
@@ -38,6 +39,7 @@ from services.gateway.streams.reading import Reading
 from shared.errors import Unavailable
 from shared.service.endpoints import Receive, Scope, Send
 
+BodyT = TypeVar("BodyT")
 QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 ServiceT = TypeVar("ServiceT")
 
@@ -191,6 +193,10 @@ class RequestContext:
             await self.parts.intake.large.turn(self.tenant, len(body))
         return body
 
+    async def decoded(self, kind: type[BodyT], limit: int) -> BodyT:
+        """Its body as `kind`. Raises as `body`, and `InvalidParameter`."""
+        return decode(await self.body(limit), _decoder_of(kind))
+
     async def counted(self) -> Intake:
         """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""
         await self.parts.intake.count(self.principal, self.answer_headers)
@@ -227,6 +233,11 @@ class RequestContext:
     def of_model(self, model: str) -> None:
         """For logs and metrics."""
         self.scope["state"]["model"] = model
+
+
+@cache
+def _decoder_of(kind: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
+    return msgspec.json.Decoder(kind)
 
 
 # What it returns is sent as JSON, bytes as they are; None: it has answered by itself.

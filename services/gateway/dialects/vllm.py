@@ -12,7 +12,6 @@ from services.gateway.api.dialect import Dialect
 from services.gateway.api.generating import completions
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, Operation
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.chat import rendered
 from services.gateway.intake.rules import OneOf, Ruled
 from services.gateway.intake.sampling.params import check_token_ids
@@ -117,13 +116,11 @@ TOKENIZER_INFO = tuple(
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 async def tokenize(ask: RequestContext) -> Tokenized:
     intake = await ask.counted()
-    request = decode(await ask.body(ask.settings.body_limit), _tokenize_decoder)
+    request = await ask.decoded(TokenizeRequest, ask.settings.body_limit)
     check_fields(request)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     tokens = await _tokens_of(request, card, tokenizer)
@@ -151,7 +148,7 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
 
 async def detokenize(ask: RequestContext) -> Detokenized:
     intake = await ask.counted()
-    request = decode(await ask.body(ask.settings.body_limit), _detokenize_decoder)
+    request = await ask.decoded(DetokenizeRequest, ask.settings.body_limit)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     check_token_ids("tokens", request.tokens, card.vocab_size)
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))

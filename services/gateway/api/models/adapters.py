@@ -9,7 +9,6 @@ from services.gateway.api.models.shapes import Deleted
 from services.gateway.api.openapi.operation import TEXT, Operation
 from services.gateway.core.adapters import not_found, not_read
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.decoding import decode
 from shared.messages.registry import AdapterRecord
 
 PATH = "/v1/loras"
@@ -105,7 +104,7 @@ DELETE = Operation(
 
 async def load(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _load)
+    request = await ask.decoded(LoadAdapter, BODY)
     if not request.lora_name or not request.lora_path:
         raise InvalidParameter(
             "Both 'lora_name' and 'lora_path' must be provided.",
@@ -122,7 +121,7 @@ async def load(ask: RequestContext) -> None:
 
 async def unload(ask: RequestContext) -> None:
     ask.check_manages_models()
-    name = decode(await ask.body(BODY), _unload).lora_name
+    name = (await ask.decoded(UnloadAdapter, BODY)).lora_name
     if not name:
         raise InvalidParameter(
             "'lora_name' needs to be provided to unload a LoRA adapter.",
@@ -151,7 +150,7 @@ async def retrieve(ask: RequestContext) -> Adapter:
 
 async def put(ask: RequestContext) -> Adapter:
     ask.check_manages_models()
-    entry = decode(await ask.body(BODY), _entry)
+    entry = await ask.decoded(AdapterEntry, BODY)
     record = await ask.parts.adapters.load(ask.named("adapter"), entry.source, entry.model, replace=True)
     return _shown(ask, record)
 
@@ -184,11 +183,6 @@ def _shown(ask: RequestContext, record: AdapterRecord) -> Adapter:
         sorted(groups),
         warning or None,
     )
-
-
-_load = msgspec.json.Decoder(LoadAdapter)
-_unload = msgspec.json.Decoder(UnloadAdapter)
-_entry = msgspec.json.Decoder(AdapterEntry)
 
 
 adapter_routes = routes_of(

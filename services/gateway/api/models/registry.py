@@ -2,7 +2,6 @@
 
 import re
 import time
-from typing import Any
 
 import msgspec
 
@@ -13,7 +12,6 @@ from services.gateway.api.openapi.operation import Operation, Parameter
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import not_registered
-from services.gateway.intake.decoding import decode
 from shared.messages import ModelSettings, ModelSpec, SparseAttention
 
 PATH = "/v1/registry/models"
@@ -151,7 +149,7 @@ async def retrieve_entry(ask: RequestContext) -> RegisteredModel:
 
 async def put_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
-    fields = decode(await ask.body(BODY), _fields)
+    fields = await ask.decoded(object, BODY)
     revision = _revision_of(ask)
     if (absent := header(ask.scope, b"if-none-match")) is not None:
         if absent.strip() != "*":
@@ -166,7 +164,7 @@ async def put_entry(ask: RequestContext) -> RegisteredModel:
 
 async def patch_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
-    fields = decode(await ask.body(BODY), _fields)
+    fields = await ask.decoded(object, BODY)
     return _written(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
 
 
@@ -218,9 +216,6 @@ def _shown(spec: ModelSpec, status: Status) -> RegisteredModel:
         object="registered_model",
         status=status,
     )
-
-
-_fields: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 registry_routes = routes_of(

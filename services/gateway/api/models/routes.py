@@ -13,7 +13,6 @@ from services.gateway.api.models.shapes import Deleted, Done, Model, ModelEvent,
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, UntilGone
 from services.gateway.core.errors import describe
-from services.gateway.intake.decoding import decode
 from shared.errors import Unavailable
 from shared.model_status import ModelStatus
 
@@ -186,20 +185,20 @@ async def router_delete(ask: RequestContext) -> Done:
 
 async def load(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    await ask.parts.management.load(decode(await ask.body(BODY), _named).model)
+    await ask.parts.management.load((await ask.decoded(NamedModel, BODY)).model)
     return Done(True)
 
 
 async def unload(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _unload)
+    request = await ask.decoded(UnloadRequest, BODY)
     await ask.parts.management.unload(request.model, force=request.force)
     return Done(True)
 
 
 async def pull(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _pull)
+    request = await ask.decoded(PullRequest, BODY)
     await ask.parts.management.pull(request.model, request.hosts)
     return Done(True)
 
@@ -243,11 +242,6 @@ async def _rest(news: asyncio.Event, gone: asyncio.Event) -> None:
             one.cancel()
     if not gone.is_set():
         await asyncio.sleep(SETTLE)
-
-
-_named = msgspec.json.Decoder(NamedModel)
-_unload = msgspec.json.Decoder(UnloadRequest)
-_pull = msgspec.json.Decoder(PullRequest)
 
 
 model_routes = routes_of(

@@ -11,7 +11,6 @@ from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchStatus, Counts
 
@@ -80,12 +79,11 @@ CANCEL = Operation(
 
 
 BODY_BYTES = 64 << 10
-_decoder = msgspec.json.Decoder(BatchCreate)
 
 
 async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
-    wanted = decode(await ask.body(BODY_BYTES), _decoder)
+    wanted = await ask.decoded(BatchCreate, BODY_BYTES)
     return batch_object(await ask.parts.job(Batches).submit(wanted, ask.principal, key))
 
 

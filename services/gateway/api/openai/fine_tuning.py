@@ -14,7 +14,6 @@ from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.training.objects import checkpoint_object, job_object
 from services.gateway.training.requests import FineTuningCreate
@@ -216,12 +215,11 @@ REFUSED = tuple(
 )
 
 BODY_BYTES = 64 << 10
-_decoder = msgspec.json.Decoder(FineTuningCreate)
 
 
 async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
-    wanted = decode(await ask.body(BODY_BYTES), _decoder)
+    wanted = await ask.decoded(FineTuningCreate, BODY_BYTES)
     await ask.counted()
     return job_object(await ask.parts.job(FineTuning).create(wanted, ask.principal, key))
 

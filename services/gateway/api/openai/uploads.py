@@ -12,7 +12,6 @@ from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import convert, empty_array
 from services.gateway.files.files import BATCH_EXPIRY, expiry
 from services.gateway.files.uploads import expiry_of, part_id
-from services.gateway.intake.decoding import decode
 from shared import limits
 from shared.messages.batches import FileRecord
 
@@ -101,8 +100,6 @@ COMPLETE = Operation(
 CANCEL = Operation(
     f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Cancels an upload, and deletes its parts.", TAG, response=Upload
 )
-_new = msgspec.json.Decoder(NewUpload)
-_completion = msgspec.json.Decoder(UploadCompletion)
 
 
 def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> dict[str, Any]:
@@ -121,7 +118,7 @@ def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> d
 
 async def create(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
-    given = decode(await ask.body(BODY_BYTES), _new)
+    given = await ask.decoded(NewUpload, BODY_BYTES)
     after = given.expires_after
     seconds = expiry(after.anchor, after.seconds, "expires_after") if after else 0.0
     if not seconds and given.purpose == "batch":
@@ -145,7 +142,7 @@ async def add(ask: RequestContext) -> dict[str, Any]:
 
 async def complete(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
-    given = decode(await ask.body(BODY_BYTES), _completion)
+    given = await ask.decoded(UploadCompletion, BODY_BYTES)
     if not given.part_ids:
         raise empty_array("part_ids")
     uploads, upload_id = ask.parts.uploads, ask.named("upload")

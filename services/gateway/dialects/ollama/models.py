@@ -25,7 +25,6 @@ from services.gateway.dialects.ollama.residency import ModelNamed, named
 from services.gateway.dialects.ollama.schemas import Options
 from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowResponse
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.rules import neutral
 from services.gateway.intake.schemas import ModelName
@@ -153,7 +152,7 @@ async def processes(ask: RequestContext) -> shapes.LoadedModels:
 
 
 async def show(ask: RequestContext) -> shapes.ShownModel:
-    name = named(ask.parts.catalog, await _given(ask, _show), ask.tenant)
+    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaShowRequest, BODY)), ask.tenant)
     tokenizer: Tokenizer | None = None
     model = ask.parts.catalog.resolve(name, ask.tenant).model
     if ask.parts.catalog.known_card(model) is not None:
@@ -163,7 +162,7 @@ async def show(ask: RequestContext) -> shapes.ShownModel:
 
 async def pull_model(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _pull)
+    request = await ask.decoded(OllamaPullRequest, BODY)
     given, registry = _name(request), ask.parts.catalog.registry
     known = [one for one in names_of(given) if registry.model_of(one) in registry.specs]
     await pull(ask, known[0] if known else plain_name(given), streamed=request.stream is not False)
@@ -171,7 +170,7 @@ async def pull_model(ask: RequestContext) -> None:
 
 async def delete(ask: RequestContext) -> bytes:
     ask.check_manages_models()
-    name = named(ask.parts.catalog, await _given(ask, _delete), ask.tenant)
+    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaDeleteRequest, BODY)), ask.tenant)
     resolved = ask.parts.catalog.resolve(name, ask.tenant)
     if resolved.adapter:
         await ask.parts.adapters.unload(name, ask.tenant)
@@ -186,7 +185,7 @@ async def delete(ask: RequestContext) -> bytes:
 
 async def copy(ask: RequestContext) -> bytes:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _copy)
+    request = await ask.decoded(OllamaCopyRequest, BODY)
     source, wanted = (named(ask.parts.catalog, request.source, ask.tenant), request.destination.removesuffix(LATEST))
     await _name_it(ask, source, wanted)
     resolved = ask.parts.catalog.resolve(source, ask.tenant)
@@ -196,7 +195,7 @@ async def copy(ask: RequestContext) -> bytes:
 
 async def create(ask: RequestContext) -> Progress | None:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _create)
+    request = await ask.decoded(OllamaCreateRequest, BODY)
     check_fields(request)
     given = _defaults(request.parameters, ask)
     if not request.base:
@@ -309,20 +308,9 @@ async def _set_defaults(ask: RequestContext, model: str, name: str, defaults: di
     await ask.parts.catalog.registry.change(model, change)
 
 
-async def _given(ask: RequestContext, decoder: msgspec.json.Decoder[Any]) -> str:
-    return _name(decode(await ask.body(BODY), decoder))
-
-
 def _name(request: ModelNamed) -> str:
     check_fields(request)
     return request.given
-
-
-_show = msgspec.json.Decoder(OllamaShowRequest)
-_delete = msgspec.json.Decoder(OllamaDeleteRequest)
-_pull = msgspec.json.Decoder(OllamaPullRequest)
-_copy = msgspec.json.Decoder(OllamaCopyRequest)
-_create = msgspec.json.Decoder(OllamaCreateRequest)
 
 
 ollama_model_routes = routes_of(

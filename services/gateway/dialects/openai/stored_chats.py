@@ -9,7 +9,6 @@ from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import convert
 from services.gateway.core.pagination import ListPage
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.schemas import NamedMetadata
 from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
 
@@ -101,7 +100,6 @@ MESSAGES = Operation(
 
 
 BODY_BYTES = 64 << 10
-_decoder = msgspec.json.Decoder(ChangedChat)
 
 
 async def list_chats(ask: RequestContext) -> bytes:
@@ -120,7 +118,7 @@ async def retrieve(ask: RequestContext) -> bytes:
 
 async def change(ask: RequestContext) -> bytes:
     chats = ask.parts.stored_chats
-    metadata = decode(await ask.body(BODY_BYTES), _decoder).metadata
+    metadata = (await ask.decoded(ChangedChat, BODY_BYTES)).metadata
     with ask.history_budget() as budget:
         return await chats.change(ask.named("generation"), ask.tenant, metadata or {}, budget)
 

@@ -129,8 +129,6 @@ DELETE_ITEM = Operation(
     response=StoredConversation,
 )
 _new = msgspec.json.Decoder(NewConversation)
-_changed = msgspec.json.Decoder(ChangedConversation)
-_new_items = msgspec.json.Decoder(NewItems)
 
 
 def _shown(public_id: str, entry: ConversationEntry) -> dict[str, Any]:
@@ -161,7 +159,7 @@ async def retrieve(ask: RequestContext) -> dict[str, Any]:
 
 async def change(ask: RequestContext) -> dict[str, Any]:
     public_id = ask.named("conversation")
-    metadata = decode(await ask.body(ask.settings.body_limit), _changed).metadata or {}
+    metadata = (await ask.decoded(ChangedConversation, ask.settings.body_limit)).metadata or {}
     return _shown(public_id, await ask.parts.conversations.describe(public_id, ask.tenant, metadata))
 
 
@@ -198,7 +196,7 @@ async def _settled(ask: RequestContext) -> AsyncIterator[HistoryBudget]:
 async def add_items(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     check_include(ask.query(IncludeQuery).include)
-    given = decode(await ask.body(ask.settings.body_limit), _new_items).items
+    given = (await ask.decoded(NewItems, ask.settings.body_limit)).items
     if not given:
         raise empty_array("items")
     items = await _read(ask, given)
