@@ -2,10 +2,28 @@
 
 from services.gateway.api.dialect import Dialect
 from services.gateway.core.asgi import LineStream
+from services.gateway.dialects.ollama.formats import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.dialects.ollama.generating import generating_routes
-from services.gateway.dialects.ollama.intake import GenerateEndpoint, OllamaChatEndpoint
 from services.gateway.dialects.ollama.models import ollama_model_routes
 from services.gateway.dialects.ollama.shapes import described
+from services.gateway.intake.endpoint import Endpoint
+
+
+class OllamaChatEndpoint(Endpoint):
+    """Of what is begun by /api/chat."""
+
+    name = "ollama.chat"
+    presentation = OllamaChatFormat
+    nameless = True
+
+
+class GenerateEndpoint(Endpoint):
+    """Of what is begun by /api/generate."""
+
+    name = "ollama.generate"
+    presentation = OllamaGenerateFormat
+    nameless = True
+
 
 OLLAMA = Dialect(
     "ollama",
