@@ -42,6 +42,7 @@ from shared.service.endpoints import Receive, Scope, Send
 BodyT = TypeVar("BodyT")
 QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 ServiceT = TypeVar("ServiceT")
+_decoder_of: Callable[[Any], msgspec.json.Decoder[Any]] = cache(msgspec.json.Decoder)
 
 
 def shutting_down() -> Unavailable:
@@ -195,7 +196,8 @@ class RequestContext:
 
     async def decoded(self, kind: type[BodyT], limit: int) -> BodyT:
         """Its body as `kind`. Raises as `body`, and `InvalidParameter`."""
-        return decode(await self.body(limit), _decoder_of(kind))
+        decoder: msgspec.json.Decoder[BodyT] = _decoder_of(kind)
+        return decode(await self.body(limit), decoder)
 
     async def counted(self) -> Intake:
         """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""
@@ -233,11 +235,6 @@ class RequestContext:
     def of_model(self, model: str) -> None:
         """For logs and metrics."""
         self.scope["state"]["model"] = model
-
-
-@cache
-def _decoder_of(kind: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
-    return msgspec.json.Decoder(kind)
 
 
 # What it returns is sent as JSON, bytes as they are; None: it has answered by itself.
