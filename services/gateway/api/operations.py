@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import GatewayBackend, RequestContext, routes_of
 from services.gateway.api.cluster import ClusterState
-from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
+from services.gateway.api.console.pages import PATHS, page_routes
 from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.api.openapi.document import DocumentRoute
 from services.gateway.api.openapi.operation import TEXT, ApiRoute, Operation
@@ -100,6 +100,19 @@ async def ping(ask: RequestContext) -> Pong:
 
 async def load(ask: RequestContext) -> Load:
     return Load(ask.backend.active_now - 1)
+
+
+async def cluster(ask: RequestContext) -> ClusterState:
+    """The cluster's state, as this gateway sees it."""
+    ask.answer_headers["cache-control"] = "no-store"
+    return await ask.backend.started.cluster.state(ask.tenant)
+
+
+async def keys(ask: RequestContext) -> ApiKeyList:
+    """Who has keys. Raises `RouteError`, `InvalidParameter`, `BrokerUnavailable`."""
+    ask.check_views_keys()
+    ask.answer_headers["cache-control"] = "no-store"
+    return await ask.backend.started.keys.listed(ask.query(PageQuery))
 
 
 _about_itself = routes_of(
