@@ -1,5 +1,6 @@
 """/v1/generations/{id}: any generation, whichever endpoint began it: its state, its end, its stream."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,29 +21,27 @@ class Cancelled(msgspec.Struct, frozen=True):
     cancelled: bool  # False when it had ended before
 
 
-GENERATION = Operation(
+_operation = partial(Operation, tag="Generations")
+GENERATION = _operation(
     "GET /v1/generations/{generation}",
     "retrieveGeneration",
     "The output of a generation so far.",
-    "Generations",
     "At any gateway, for as long as the journal keeps its tokens.",
     response=GenerationState,
     errors=(504,),
 )
-CANCEL = Operation(
+CANCEL = _operation(
     "DELETE /v1/generations/{generation}",
     "cancelGeneration",
     "Cancels a generation, for all its readers.",
-    "Generations",
     "Its output so far stays readable.",
     response=Cancelled,
     errors=(504,),
 )
-GENERATION_STREAM = Operation(
+GENERATION_STREAM = _operation(
     "GET /v1/generations/{generation}/stream",
     "streamGeneration",
     "The events of a generation, from a position on.",
-    "Generations",
     "In the format of the endpoint that began it; without `Last-Event-ID` from the beginning.",
     events=(shapes.ChatCompletionChunk, shapes.Completion, shapes.TypedEvent),
     lines=(dict[str, Any],),

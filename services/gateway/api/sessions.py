@@ -1,5 +1,6 @@
 """POST and DELETE /v1/sessions/{session}/prefill: a session's next turn is prepared while its user types."""
 
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,11 +32,11 @@ class PrefillCancelled(msgspec.Struct, frozen=True):
     object: Literal["session.prefill"] = "session.prefill"
 
 
-PREFILL = Operation(
+_operation = partial(Operation, tag="Sessions")
+PREFILL = _operation(
     f"POST {PATH}",
     "prefillSession",
     "Computes a conversation ahead of its next turn.",
-    "Sessions",
     "The body is that of a chat completion, or the input of a response (`input`, `previous_response_id`, ...); "
     "fields that concern the answer alone have no effect. 200 when it is computed, 202 while it is under way. A "
     "later one for the session replaces it.",
@@ -52,11 +53,10 @@ PREFILL = Operation(
     query=PrefillQuery,
     errors=GENERATING,
 )
-CANCEL = Operation(
+CANCEL = _operation(
     f"DELETE {PATH}",
     "cancelSessionPrefill",
     "Cancels what a session is preparing.",
-    "Sessions",
     "At this gateway; `DELETE /v1/generations/{id}` ends it at any.",
     response=PrefillCancelled,
 )

@@ -1,6 +1,7 @@
 """What vLLM has beside OpenAI's API: /tokenize, /detokenize, /tokenizer_info, and one path for all bodies."""
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -10,8 +11,7 @@ from services.gateway.api import shapes
 from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.dialect import Dialect
 from services.gateway.api.generating import completions
-from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, Operation
+from services.gateway.api.openapi.operation import Operation, generating
 from services.gateway.intake.prompts.chat import rendered
 from services.gateway.intake.rules import OneOf, Ruled
 from services.gateway.intake.sampling.params import check_token_ids
@@ -78,41 +78,36 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
+_tokens = partial(Operation, tag="Tokens", errors=(404,))
 TOKENIZE = tuple(
-    Operation(
+    _tokens(
         f"POST {prefix}/tokenize",
         name,
         "The tokens of a prompt or a conversation, as in vLLM.",
-        "Tokens",
         request=TokenizeRequest,
         example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"},
         response=Tokenized,
-        errors=(404,),
     )
     for prefix, name in (("", "tokenize"), ("/v1", "createTokens"))
 )
 DETOKENIZE = tuple(
-    Operation(
+    _tokens(
         f"POST {prefix}/detokenize",
         name,
         "The text of tokens, as in vLLM.",
-        "Tokens",
         request=DetokenizeRequest,
         example={"model": "SmolLM2-135M-Instruct", "tokens": [1, 2]},
         response=Detokenized,
-        errors=(404,),
     )
     for prefix, name in (("", "detokenize"), ("/v1", "createText"))
 )
 TOKENIZER_INFO = tuple(
-    Operation(
+    _tokens(
         f"GET {prefix}/tokenizer_info",
         name,
         "The configuration of a model's tokenizer, as in vLLM.",
-        "Tokens",
         response=TokenizerInfo,
         query=ModelQuery,
-        errors=(404,),
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
@@ -160,11 +155,10 @@ async def tokenizer_info(ask: RequestContext) -> bytes:
     return tokenizer.info
 
 
-INVOCATIONS = Operation(
+INVOCATIONS = generating(
     "POST /invocations",
     "invoke",
     "Dispatches by the fields of the body, as in SageMaker and vLLM.",
-    "Chat",
     "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
     "embeddings. Each as at its own path.",
     request=ChatCompletionRequest,
@@ -175,8 +169,7 @@ INVOCATIONS = Operation(
     },
     response=shapes.ChatCompletion,
     events=(shapes.ChatCompletionChunk,),
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
+    tag="Chat",
 )
 
 

@@ -4,9 +4,9 @@ import msgspec
 from starlette.responses import PlainTextResponse
 
 from services.gateway.api.backend import RequestContext, routes_of
-from services.gateway.api.models.routes import BODY, MANAGING, TAG
+from services.gateway.api.models.routes import BODY, MANAGING, model_operation
 from services.gateway.api.models.shapes import Deleted
-from services.gateway.api.openapi.operation import TEXT, Operation
+from services.gateway.api.openapi.operation import TEXT
 from services.gateway.core.adapters import not_found, not_read
 from services.gateway.core.errors import InvalidParameter
 from shared.messages.registry import AdapterRecord
@@ -56,11 +56,10 @@ class AdapterList(msgspec.Struct, frozen=True):
     data: list[Adapter]
 
 
-LOAD = Operation(
+LOAD = model_operation(
     "POST /v1/load_lora_adapter",
     "loadLoraAdapter",
     "Loads a LoRA adapter, as in vLLM.",
-    TAG,
     "A host of its base reads and checks it; it is then on every replica of the base, and comes back after any "
     "restart." + MANAGING,
     request=LoadAdapter,
@@ -68,35 +67,32 @@ LOAD = Operation(
     response_content={TEXT: {"type": "string"}},
     errors=(404, 409),
 )
-UNLOAD = Operation(
+UNLOAD = model_operation(
     "POST /v1/unload_lora_adapter",
     "unloadLoraAdapter",
     "Unloads a LoRA adapter, as in vLLM; requests that use it finish first.",
-    TAG,
     MANAGING.strip(),
     request=UnloadAdapter,
     example={"lora_name": "sql"},
     response_content={TEXT: {"type": "string"}},
     errors=(404,),
 )
-LIST = Operation(f"GET {PATH}", "listLoras", "The LoRA adapters.", TAG, response=AdapterList)
-GET = Operation(f"GET {PATH}/{{adapter:path}}", "retrieveLora", "One LoRA adapter.", TAG, response=Adapter)
-PUT = Operation(
+LIST = model_operation(f"GET {PATH}", "listLoras", "The LoRA adapters.", response=AdapterList)
+GET = model_operation(f"GET {PATH}/{{adapter:path}}", "retrieveLora", "One LoRA adapter.", response=Adapter)
+PUT = model_operation(
     f"PUT {PATH}/{{adapter:path}}",
     "putLora",
     "Loads a LoRA adapter, or replaces it.",
-    TAG,
     "Running requests keep the adapter that they began with." + MANAGING,
     request=AdapterEntry,
     example={"source": "org/sql-lora", "model": "SmolLM2-135M-Instruct"},
     response=Adapter,
     errors=(404, 409),
 )
-DELETE = Operation(
+DELETE = model_operation(
     f"DELETE {PATH}/{{adapter:path}}",
     "deleteLora",
     "Unloads a LoRA adapter; requests that use it finish first.",
-    TAG,
     MANAGING.strip(),
     response=Deleted,
 )

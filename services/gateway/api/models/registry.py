@@ -6,9 +6,9 @@ import time
 import msgspec
 
 from services.gateway.api.backend import RequestContext, routes_of
-from services.gateway.api.models.routes import BODY, MANAGING, TAG
+from services.gateway.api.models.routes import BODY, MANAGING, model_operation
 from services.gateway.api.models.shapes import Deleted, Status
-from services.gateway.api.openapi.operation import Operation, Parameter
+from services.gateway.api.openapi.operation import Parameter
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import not_registered
@@ -71,22 +71,20 @@ IF_MATCH = Parameter(
 IF_NONE_MATCH = Parameter(
     "If-None-Match", "`*`: only where there is no entry of that name; else 412.", {"type": "string", "enum": ["*"]}
 )
-LIST = Operation(
-    f"GET {PATH}", "listRegisteredModels", "The registry.", TAG, MANAGING.strip(), response=RegisteredModels
+LIST = model_operation(
+    f"GET {PATH}", "listRegisteredModels", "The registry.", MANAGING.strip(), response=RegisteredModels
 )
-GET = Operation(
+GET = model_operation(
     f"GET {PATH}/{{model:path}}",
     "retrieveRegisteredModel",
     "One entry; its ETag is the revision.",
-    TAG,
     MANAGING.strip(),
     response=RegisteredModel,
 )
-PUT = Operation(
+PUT = model_operation(
     f"PUT {PATH}/{{model:path}}",
     "registerModel",
     "Adds a model, or replaces its entry.",
-    TAG,
     "All errors are listed at once, in `error.errors`. 409 `model_does_not_fit` if the pinned models need more "
     "memory than the hosts have." + MANAGING,
     request=ModelEntry,
@@ -95,11 +93,10 @@ PUT = Operation(
     parameters=(IF_MATCH, IF_NONE_MATCH),
     errors=(409, 412),
 )
-PATCH = Operation(
+PATCH = model_operation(
     f"PATCH {PATH}/{{model:path}}",
     "changeModel",
     "Changes some fields of an entry.",
-    TAG,
     MANAGING.strip(),
     request_content={"application/json": {"type": "object"}},
     response=RegisteredModel,
@@ -112,11 +109,10 @@ class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: bool = False
 
 
-DELETE = Operation(
+DELETE = model_operation(
     f"DELETE {PATH}/{{model:path}}",
     "unregisterModel",
     "Removes an entry; with `files` the hosts' files too.",
-    TAG,
     "409 while it is pinned." + MANAGING,
     response=Deleted,
     query=DeleteQuery,

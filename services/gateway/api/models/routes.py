@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -16,7 +17,7 @@ from services.gateway.core.errors import describe
 from shared.errors import Unavailable
 from shared.model_status import ModelStatus
 
-TAG = "Models"
+model_operation = partial(Operation, tag="Models")
 MANAGING = " Requires a key that can manage models, once any key exists."
 BODY = 64 << 10  # bytes of a body that names or describes a model
 # Seconds between two looks at all models for a stream of events: what changes within is one event.
@@ -47,42 +48,38 @@ class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="The model's name.")] = ""
 
 
-LIST = Operation(
+LIST = model_operation(
     "GET /v1/models",
     "listModels",
     "Models that are registered or served, loaded or not.",
-    TAG,
     "An alias is an entry of its own, whose `root` is the model. `status` is the state of a model. "
     "With the header `anthropic-version` the answer is Anthropic's list, with its `before_id`, `after_id` and `limit`.",
     response=ModelList,
 )
-MODEL = Operation(
-    "GET /v1/models/{model:path}", "retrieveModel", "One model, also while it is not loaded.", TAG, response=Model
+MODEL = model_operation(
+    "GET /v1/models/{model:path}", "retrieveModel", "One model, also while it is not loaded.", response=Model
 )
-DELETE = Operation(
+DELETE = model_operation(
     "DELETE /v1/models/{model:path}",
     "deleteModel",
     "Removes a model from the registry; running requests finish first.",
-    TAG,
     "409 while it is pinned. Its files stay. A LoRA adapter is unloaded."
     + MANAGING
     + " The model of your own fine-tuning job (`ft:...`) needs no such key.",
     response=Deleted,
     errors=(409, 412),
 )
-ROUTER_LIST = Operation(
+ROUTER_LIST = model_operation(
     "GET /models",
     "models",
     "The same, without entries of aliases, as in llama.cpp's router.",
-    TAG,
     response=ModelList,
     query=ListQuery,
 )
-LOAD = Operation(
+LOAD = model_operation(
     "POST /models/load",
     "loadModel",
     "Loads a model, as in llama.cpp's router.",
-    TAG,
     "Answers when the load has begun; loading a loaded model is no error. 409 if no host has room for it beside "
     "pinned models: the message says which would have to go." + MANAGING,
     request=NamedModel,
@@ -90,11 +87,10 @@ LOAD = Operation(
     response=Done,
     errors=(404, 409),
 )
-UNLOAD = Operation(
+UNLOAD = model_operation(
     "POST /models/unload",
     "unloadModel",
     "Unloads a model, as in llama.cpp's router.",
-    TAG,
     "Running requests finish first, unless `force` is set. It stays unloaded until it is loaded or requested. 409 "
     "while it is pinned." + MANAGING,
     request=UnloadRequest,
@@ -103,11 +99,10 @@ UNLOAD = Operation(
     errors=(404, 409),
 )
 PULL = tuple(
-    Operation(
+    model_operation(
         path,
         name,
         "Downloads a model's files, and loads nothing.",
-        TAG,
         "`GET /models/sse` tells the progress. A name that is not registered is treated as a hub name." + MANAGING,
         request=PullRequest,
         example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
@@ -116,21 +111,19 @@ PULL = tuple(
     )
     for path, name in (("POST /models", "downloadModel"), ("POST /v1/registry/models:pull", "pullModel"))
 )
-ROUTER_DELETE = Operation(
+ROUTER_DELETE = model_operation(
     "DELETE /models",
     "removeModel",
     "Removes a model and its files on the hosts, as in llama.cpp's router.",
-    TAG,
     MANAGING.strip(),
     query=ModelQuery,
     response=Done,
     errors=(404, 409),
 )
-EVENTS = Operation(
+EVENTS = model_operation(
     "GET /models/sse",
     "modelEvents",
     "Events of models as they happen, as in llama.cpp's router.",
-    TAG,
     "Begins with the status of each.",
     events=(ModelEvent,),
 )

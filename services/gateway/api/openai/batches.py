@@ -1,5 +1,6 @@
 """/v1/batches: POST, GET, GET of one, POST of its cancellation."""
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchStatus, Counts
 
 PATH = "/v1/batches"
-TAG = "Batches"
+_operation = partial(Operation, tag="Batches")
 
 
 class BatchObject(msgspec.Struct):
@@ -43,11 +44,10 @@ class BatchList(ListPage):
     data: list[BatchObject]
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createBatch",
     "Runs the requests of a file, in idle capacity.",
-    TAG,
     request=BatchCreate,
     example={
         "input_file_id": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
@@ -58,21 +58,14 @@ CREATE = Operation(
     parameters=(operation.IDEMPOTENCY,),
     errors=(404, 422),
 )
-LIST = Operation(
-    f"GET {PATH}",
-    "listBatches",
-    "Lists batches, the newest first.",
-    TAG,
-    response=BatchList,
-    query=PageQuery,
-    errors=(404,),
+LIST = _operation(
+    f"GET {PATH}", "listBatches", "Lists batches, the newest first.", response=BatchList, query=PageQuery, errors=(404,)
 )
-RETRIEVE = Operation(f"GET {PATH}/{{batch}}", "retrieveBatch", "Shows a batch.", TAG, response=BatchObject)
-CANCEL = Operation(
+RETRIEVE = _operation(f"GET {PATH}/{{batch}}", "retrieveBatch", "Shows a batch.", response=BatchObject)
+CANCEL = _operation(
     f"POST {PATH}/{{batch}}/cancel",
     "cancelBatch",
     "Cancels a batch; finished lines keep their results.",
-    TAG,
     response=BatchObject,
     errors=(409,),
 )

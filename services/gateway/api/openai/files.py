@@ -1,6 +1,7 @@
 """/v1/files: POST, GET, GET and DELETE of one, GET of its content."""
 
 import time
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -16,7 +17,7 @@ from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 
 PATH = "/v1/files"
-TAG = "Files"
+_operation = partial(Operation, tag="Files")
 # What clients may say that a file is for. Only `batch` makes a difference here.
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -64,11 +65,10 @@ class FileDeleted(msgspec.Struct):
     deleted: bool
 
 
-UPLOAD = Operation(
+UPLOAD = _operation(
     f"POST {PATH}",
     "uploadFile",
     "Stores a file.",
-    TAG,
     "With `purpose` before `file` in the form a wrong one is refused before the file is read; the input of a batch "
     "has the purpose `batch`.",
     request_content={
@@ -88,10 +88,10 @@ UPLOAD = Operation(
     response=FileObject,
     errors=(408, 413, 507),
 )
-LIST = Operation(f"GET {PATH}", "listFiles", "Lists files.", TAG, response=FileList, query=FilesQuery, errors=(404,))
-RETRIEVE = Operation(f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", TAG, response=FileObject)
-DELETE = Operation(f"DELETE {PATH}/{{file}}", "deleteFile", "Deletes a file.", TAG, response=FileDeleted)
-CONTENT = Operation(f"GET {PATH}/{{file}}/content", "downloadFile", "A file's bytes.", TAG, response_content=OCTETS)
+LIST = _operation(f"GET {PATH}", "listFiles", "Lists files.", response=FileList, query=FilesQuery, errors=(404,))
+RETRIEVE = _operation(f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", response=FileObject)
+DELETE = _operation(f"DELETE {PATH}/{{file}}", "deleteFile", "Deletes a file.", response=FileDeleted)
+CONTENT = _operation(f"GET {PATH}/{{file}}/content", "downloadFile", "A file's bytes.", response_content=OCTETS)
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:

@@ -3,6 +3,7 @@ checkpoints, and the files of its adapter."""
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,7 +24,7 @@ from shared.messages.training import TrainingStatus
 PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{job}"
 PERMISSIONS = "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"
-TAG = "Fine-tuning"
+_operation = partial(Operation, tag="Fine-tuning")
 POSITION = 18  # digits of an event's position at most
 
 
@@ -126,11 +127,10 @@ class AdapterQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     checkpoint: Annotated[int | None, Meta(description="The step of a checkpoint; default: the job's result.")] = None
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createFineTuningJob",
     "Trains a LoRA adapter on examples, in idle capacity.",
-    TAG,
     "The files have the purpose `fine-tune`. When the job has succeeded its model, `ft:...`, is served on every "
     "replica of its base, for its tenant alone.",
     request=FineTuningCreate,
@@ -143,71 +143,64 @@ CREATE = Operation(
     parameters=(operation.IDEMPOTENCY,),
     errors=(404, 422),
 )
-LIST = Operation(
+LIST = _operation(
     f"GET {PATH}",
     "listFineTuningJobs",
     "The fine-tuning jobs, the newest first.",
-    TAG,
     "`metadata[key]=value`, as often as you like, leaves those that have these metadata; `metadata=null` those that "
     "have none.",
     response=FineTuningJobs,
     query=JobsQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", TAG, response=FineTuningJob)
-CANCEL = Operation(
+RETRIEVE = _operation(f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", response=FineTuningJob)
+CANCEL = _operation(
     f"POST {ONE}/cancel",
     "cancelFineTuningJob",
     "Cancels a fine-tuning job; its checkpoints stay.",
-    TAG,
     response=FineTuningJob,
     errors=(409,),
 )
-PAUSE = Operation(
+PAUSE = _operation(
     f"POST {ONE}/pause",
     "pauseFineTuningJob",
     "Pauses a fine-tuning job; its finished steps are kept.",
-    TAG,
     response=FineTuningJob,
     errors=(409,),
 )
-RESUME = Operation(
+RESUME = _operation(
     f"POST {ONE}/resume",
     "resumeFineTuningJob",
     "Resumes a paused fine-tuning job.",
-    TAG,
     response=FineTuningJob,
     errors=(409,),
 )
-EVENTS = Operation(
+EVENTS = _operation(
     f"GET {ONE}/events",
     "listFineTuningEvents",
     "Lists the events of a fine-tuning job, the newest first.",
-    TAG,
     "With `stream=true` the events come as they happen, the oldest first; `Last-Event-ID` resumes the stream.",
     response=FineTuningEvents,
     query=EventsQuery,
     events=(FineTuningEvent,),
     parameters=(operation.LAST_EVENT,),
 )
-CHECKPOINTS = Operation(
+CHECKPOINTS = _operation(
     f"GET {ONE}/checkpoints",
     "listFineTuningJobCheckpoints",
     "Lists its checkpoints, at the ends of its last epochs, the newest first; each can be used as any model.",
-    TAG,
     response=FineTuningCheckpoints,
     query=CheckpointsQuery,
 )
-ADAPTER = Operation(
+ADAPTER = _operation(
     f"GET {ONE}/adapter/{{file}}",
     "downloadFineTunedAdapter",
     "A file of a job's result, as peft has them: adapter_config.json or adapter_model.safetensors.",
-    TAG,
     query=AdapterQuery,
     response_content=OCTETS,
 )
 REFUSED = tuple(
-    Operation(path, name, "Not supported: a checkpoint belongs to its tenant alone.", TAG, errors=(404,))
+    _operation(path, name, "Not supported: a checkpoint belongs to its tenant alone.", errors=(404,))
     for path, name in (
         (f"GET {PERMISSIONS}", "listFineTuningCheckpointPermissions"),
         (f"POST {PERMISSIONS}", "createFineTuningCheckpointPermission"),

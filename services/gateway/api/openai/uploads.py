@@ -1,5 +1,6 @@
 """/v1/uploads: a file in parts. POST, POST of a part, POST .../complete and .../cancel."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from shared import limits
 from shared.messages.batches import FileRecord
 
 PATH = "/v1/uploads"
-TAG = "Uploads"
+_operation = partial(Operation, tag="Uploads")
 BODY_BYTES = 1 << 20
 
 
@@ -61,21 +62,19 @@ class Upload(msgspec.Struct):
     file: FileObject | None
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createUpload",
     "Begins the upload of a file in parts.",
-    TAG,
     request=NewUpload,
     example={"bytes": 1000, "filename": "lines.jsonl", "mime_type": "text/jsonl", "purpose": "batch"},
     response=Upload,
     errors=(413, 507),
 )
-ADD = Operation(
+ADD = _operation(
     f"POST {PATH}/{{upload}}/parts",
     "addUploadPart",
     "A part of the file; parts may come at once.",
-    TAG,
     request_content={
         "multipart/form-data": {
             "type": "object",
@@ -87,18 +86,17 @@ ADD = Operation(
     response=UploadPart,
     errors=(408, 413, 507),
 )
-COMPLETE = Operation(
+COMPLETE = _operation(
     f"POST {PATH}/{{upload}}/complete",
     "completeUpload",
     "Makes a file of the parts, in their order.",
-    TAG,
     request=UploadCompletion,
     example={"part_ids": ["part_0123456789abcdef01234567"]},
     response=Upload,
     errors=(413, 507),
 )
-CANCEL = Operation(
-    f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Cancels an upload, and deletes its parts.", TAG, response=Upload
+CANCEL = _operation(
+    f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Cancels an upload, and deletes its parts.", response=Upload
 )
 
 

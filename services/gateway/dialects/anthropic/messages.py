@@ -14,7 +14,7 @@ from services.gateway.dialects.anthropic.endpoint import count_tokens as count
 from services.gateway.dialects.anthropic.errors import MESSAGES, AnthropicError
 from services.gateway.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
 
-TAG = "Messages"
+message_operation = partial(Operation, tag="Messages", error=AnthropicError)
 EXAMPLE = {
     "model": "SmolLM2-135M-Instruct",
     "max_tokens": 32,
@@ -69,30 +69,26 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-CREATE = Operation(
+CREATE = message_operation(
     f"POST {MESSAGES}",
     "createMessage",
     "Messages in, an answer out, as in Anthropic's API.",
-    TAG,
     "With `stream: true` the answer comes as named events. The `id` of an event is its number: any gateway goes on "
     "behind it (`Last-Event-ID`).",
     request=MessagesRequest,
     example=EXAMPLE,
     response=AnthropicMessage,
     events=(MessageEvent,),
-    error=AnthropicError,
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
 )
-COUNT = Operation(
+COUNT = message_operation(
     f"POST {MESSAGES}/count_tokens",
     "countMessageTokens",
     "How many tokens messages have, with their tools and instructions.",
-    TAG,
     request=CountTokensRequest,
     example={name: EXAMPLE[name] for name in ("model", "messages")},
     response=TokenCount,
-    error=AnthropicError,
     errors=(404, 504),
 )
 

@@ -43,61 +43,53 @@ from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.streams.stream_reader import StreamReader
 from shared.service.endpoints import Receive, Scope, Send
 
-TAG = "Ollama"
+ollama_operation = partial(Operation, tag="Ollama", error=shapes.OllamaError)
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
 _STREAMS = (
     "As in Ollama it is streamed, a line of JSON each, unless `stream` is false. The answer's "
     "`x-ryzanstein-generation` names the generation."
 )
-CHAT = Operation(
+CHAT = ollama_operation(
     f"POST {CHAT_PATH}",
     "ollamaChat",
     "Messages in, an answer out, as in Ollama.",
-    TAG,
     _STREAMS + " Without messages the model is loaded, or with `keep_alive` 0 unloaded.",
     request=OllamaChatRequest,
     example={"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Why is the sky blue?"}]},
     response=shapes.ChatLine,
     lines=(shapes.ChatLine,),
-    error=shapes.OllamaError,
     parameters=(*GENERATING_HEADERS, POSITIONS),
     errors=(*GENERATING, 409),
 )
-GENERATE = Operation(
+GENERATE = ollama_operation(
     f"POST {GENERATE_PATH}",
     "ollamaGenerate",
     "A prompt in, an answer out, as in Ollama.",
-    TAG,
     _STREAMS + " With `raw` the prompt is completed as it stands. Without a prompt: as /api/chat without messages.",
     request=OllamaGenerateRequest,
     example={"model": "SmolLM2-135M-Instruct", "prompt": "Why is the sky blue?"},
     response=shapes.GenerateLine,
     lines=(shapes.GenerateLine,),
-    error=shapes.OllamaError,
     parameters=(*GENERATING_HEADERS, POSITIONS),
     errors=(*GENERATING, 409),
 )
-EMBED = Operation(
+EMBED = ollama_operation(
     "POST /api/embed",
     "ollamaEmbed",
     "Texts in, vectors out, as in Ollama.",
-    TAG,
     request=OllamaEmbedRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
     response=shapes.Embeddings,
-    error=shapes.OllamaError,
     parameters=GENERATING_HEADERS,
     errors=(*GENERATING, 409),
 )
-EMBEDDINGS = Operation(
+EMBEDDINGS = ollama_operation(
     "POST /api/embeddings",
     "ollamaEmbeddings",
     "One text in, its vector out, as in older Ollamas.",
-    TAG,
     request=OllamaEmbeddingsRequest,
     example={"model": "SmolLM2-135M-Instruct", "prompt": "One text."},
     response=shapes.SingleEmbedding,
-    error=shapes.OllamaError,
     parameters=GENERATING_HEADERS,
     errors=(*GENERATING, 409),
 )

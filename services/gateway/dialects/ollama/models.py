@@ -15,15 +15,14 @@ import msgspec
 
 from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.models.routes import BODY, MANAGING
-from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
 from services.gateway.dialects.ollama import shapes
 from services.gateway.dialects.ollama.downloads import pull, send_lines
-from services.gateway.dialects.ollama.generating import TAG
+from services.gateway.dialects.ollama.generating import ollama_operation
 from services.gateway.dialects.ollama.residency import ModelNamed, named
 from services.gateway.dialects.ollama.schemas import Options
-from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowResponse
+from services.gateway.dialects.ollama.shapes import Progress, ShowResponse
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.rules import neutral
@@ -74,19 +73,15 @@ class OllamaCreateRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, k
     messages: Annotated[Any, neutral([])] = None
 
 
-def _operation(about: str, name: str, summary: str, more: str = "", **rest: Any) -> Operation:
-    return Operation(about, name, summary, TAG, more.strip(), error=OllamaError, **rest)
-
-
-VERSIONS = _operation(
+VERSIONS = ollama_operation(
     "GET /api/version",
     "ollamaVersion",
     "The version of Ollama's API that is spoken here.",
     response=shapes.OllamaVersion,
 )
-TAGS = _operation("GET /api/tags", "ollamaTags", "The models, as in Ollama.", response=shapes.TaggedModels)
-PS = _operation("GET /api/ps", "ollamaPs", "The models that are loaded.", response=shapes.LoadedModels)
-SHOW = _operation(
+TAGS = ollama_operation("GET /api/tags", "ollamaTags", "The models, as in Ollama.", response=shapes.TaggedModels)
+PS = ollama_operation("GET /api/ps", "ollamaPs", "The models that are loaded.", response=shapes.LoadedModels)
+SHOW = ollama_operation(
     "POST /api/show",
     "ollamaShow",
     "Details of a model.",
@@ -95,7 +90,7 @@ SHOW = _operation(
     response=shapes.ShownModel,
     errors=(404,),
 )
-PULL = _operation(
+PULL = ollama_operation(
     "POST /api/pull",
     "ollamaPull",
     "Downloads a model, with progress in lines.",
@@ -106,25 +101,25 @@ PULL = _operation(
     lines=(Progress,),
     errors=(409,),
 )
-DELETE = _operation(
+DELETE = ollama_operation(
     "DELETE /api/delete",
     "ollamaDelete",
     "Removes a model with its files, an alias or an adapter.",
-    MANAGING,
+    MANAGING.strip(),
     request=OllamaDeleteRequest,
     example={"model": "SmolLM2-135M-Instruct"},
     errors=(404, 409, 412),
 )
-COPY = _operation(
+COPY = ollama_operation(
     "POST /api/copy",
     "ollamaCopy",
     "Gives a model another name.",
-    MANAGING,
+    MANAGING.strip(),
     request=OllamaCopyRequest,
     example={"source": "SmolLM2-135M-Instruct", "destination": "small"},
     errors=(404, 409, 412),
 )
-CREATE = _operation(
+CREATE = ollama_operation(
     "POST /api/create",
     "ollamaCreate",
     "Makes a name for a model, or a LoRA adapter of it.",
@@ -135,8 +130,12 @@ CREATE = _operation(
     lines=(Progress,),
     errors=(404, 409, 412),
 )
-PUSH = _operation("POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,))
-BLOB = _operation("POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them.")
+PUSH = ollama_operation(
+    "POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,)
+)
+BLOB = ollama_operation(
+    "POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them."
+)
 
 
 async def version(ask: RequestContext) -> shapes.OllamaVersion:

@@ -1,5 +1,6 @@
 """GET of /v1/chat/completions; GET, POST and DELETE of one; GET of its messages."""
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
 
 PATH = "/v1/chat/completions"
 ONE = PATH + "/{generation}"
-TAG = "Chat"
+_operation = partial(Operation, tag="Chat")
 
 
 class ChangedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,47 +53,38 @@ class StoredCompletions(ListPage):
     data: list[shapes.ChatCompletion]
 
 
-LIST = Operation(
+LIST = _operation(
     f"GET {PATH}",
     "listChatCompletions",
     "The chat completions that were made with `store: true`.",
-    TAG,
     "`metadata[key]=value`, as often as you like, leaves those that have these metadata.",
     response=StoredCompletions,
     query=ChatsQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(
+RETRIEVE = _operation(
     f"GET {ONE}",
     "retrieveChatCompletion",
     "A chat completion that was made with `store: true`.",
-    TAG,
     response=shapes.ChatCompletion,
     errors=(504,),
 )
-CHANGE = Operation(
+CHANGE = _operation(
     f"POST {ONE}",
     "updateChatCompletion",
     "Updates the metadata of a stored chat completion.",
-    TAG,
     request=ChangedChat,
     example={"metadata": {"topic": "geography"}},
     response=shapes.ChatCompletion,
     errors=(504,),
 )
-DELETE = Operation(
-    f"DELETE {ONE}",
-    "deleteChatCompletion",
-    "Deletes a stored chat completion.",
-    TAG,
-    response=DeletedChat,
-    errors=(504,),
+DELETE = _operation(
+    f"DELETE {ONE}", "deleteChatCompletion", "Deletes a stored chat completion.", response=DeletedChat, errors=(504,)
 )
-MESSAGES = Operation(
+MESSAGES = _operation(
     f"GET {ONE}/messages",
     "listChatCompletionMessages",
     "The messages that a stored chat completion answers.",
-    TAG,
     response=StoredMessages,
     query=MessagesQuery,
     errors=(504,),

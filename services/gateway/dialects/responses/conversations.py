@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,7 +24,7 @@ from shared.messages.records import ConversationEntry
 
 PATH = "/v1/conversations"
 ONE = f"{PATH}/{{conversation}}"
-TAG = "Conversations"
+_operation = partial(Operation, tag="Conversations")
 _Items = Annotated[list[msgspec.Raw], limits.ADDED_ITEMS.length(description="As in a response's `input`.")]
 
 
@@ -66,66 +67,59 @@ class ConversationItem(msgspec.Struct):
     type: str
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createConversation",
     "A conversation, which responses read and add to.",
-    TAG,
     request=NewConversation,
     needs_body=False,
     example={"items": [{"role": "user", "content": "My name is Ada."}], "metadata": {"topic": "names"}},
     response=StoredConversation,
     errors=(404, 413),
 )
-RETRIEVE = Operation(f"GET {ONE}", "retrieveConversation", "A conversation.", TAG, response=StoredConversation)
-CHANGE = Operation(
+RETRIEVE = _operation(f"GET {ONE}", "retrieveConversation", "A conversation.", response=StoredConversation)
+CHANGE = _operation(
     f"POST {ONE}",
     "updateConversation",
     "Updates the metadata of a conversation.",
-    TAG,
     request=ChangedConversation,
     example={"metadata": {"topic": "geography"}},
     response=StoredConversation,
 )
-DELETE = Operation(
+DELETE = _operation(
     f"DELETE {ONE}",
     "deleteConversation",
     "Deletes a conversation and its items; responses stay.",
-    TAG,
     response=ConversationDeleted,
 )
-LIST_ITEMS = Operation(
+LIST_ITEMS = _operation(
     f"GET {ONE}/items",
     "listConversationItems",
     "The items of a conversation, page by page.",
-    TAG,
     response=ItemList,
     query=ItemsQuery,
 )
-ADD_ITEMS = Operation(
+ADD_ITEMS = _operation(
     f"POST {ONE}/items",
     "createConversationItems",
     "Adds items to a conversation.",
-    TAG,
     request=NewItems,
     example={"items": [{"role": "user", "content": "I live in Rome."}]},
     response=ItemList,
     query=IncludeQuery,
     errors=(413,),
 )
-ITEM = Operation(
+ITEM = _operation(
     f"GET {ONE}/items/{{item}}",
     "retrieveConversationItem",
     "An item of a conversation.",
-    TAG,
     response=ConversationItem,
     query=IncludeQuery,
 )
-DELETE_ITEM = Operation(
+DELETE_ITEM = _operation(
     f"DELETE {ONE}/items/{{item}}",
     "deleteConversationItem",
     "Deletes an item of a conversation.",
-    TAG,
     response=StoredConversation,
 )
 _new = msgspec.json.Decoder(NewConversation)

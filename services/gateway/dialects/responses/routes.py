@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -109,7 +110,7 @@ def page_of(items: Sequence[StoredItem], wanted: ItemsQuery, budget: ByteBudget)
 
 
 PATH = "/v1/responses"
-TAG = "Responses"
+_operation = partial(Operation, tag="Responses")
 READING = (504,)  # beside what follows from the path: no token came in time
 
 
@@ -149,11 +150,10 @@ class InputTokens(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createResponse",
     "Input items in, a response out.",
-    TAG,
     "With `stream: true` its events; with `background: true` the response at once, and its text in time.",
     request=ResponseRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of Japan?", "max_output_tokens": 32},
@@ -162,48 +162,43 @@ CREATE = Operation(
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
 )
-COUNT = Operation(
+COUNT = _operation(
     f"POST {PATH}/input_tokens",
     "countInputTokens",
     "How many tokens an input has.",
-    TAG,
     request=InputTokensRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of Japan?"},
     response=InputTokens,
     errors=(404, 504),
 )
-RETRIEVE = Operation(
+RETRIEVE = _operation(
     f"GET {PATH}/{{response}}",
     "retrieveResponse",
     "A response, or its events from a position on.",
-    TAG,
     "With `stream` a `Last-Event-ID` says the same as `starting_after`.",
     response=Response,
     events=(ResponseEvent,),
     query=Retrieval,
     errors=READING,
 )
-DELETE = Operation(
+DELETE = _operation(
     f"DELETE {PATH}/{{response}}",
     "deleteResponse",
     "Cancels and deletes a response.",
-    TAG,
     response=ResponseDeleted,
     errors=READING,
 )
-CANCEL = Operation(
+CANCEL = _operation(
     f"POST {PATH}/{{response}}/cancel",
     "cancelResponse",
     "Cancels a response; one that has ended is returned unchanged.",
-    TAG,
     response=Response,
     errors=READING,
 )
-ITEMS = Operation(
+ITEMS = _operation(
     f"GET {PATH}/{{response}}/input_items",
     "listInputItems",
     "The items that its request brought, page by page.",
-    TAG,
     response=ItemList,
     query=ItemsQuery,
     errors=READING,
@@ -220,11 +215,10 @@ class CompactedResponse(msgspec.Struct):
     usage: dict[str, Any]
 
 
-COMPACT = Operation(
+COMPACT = _operation(
     f"POST {PATH}/compact",
     "compactResponse",
     "A summary of a conversation, which a later request has in its place.",
-    TAG,
     "The model itself writes it. `encrypted_content` is opaque, and no secret.",
     request=CompactRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "My name is Ada, and I live in Rome."},
