@@ -168,14 +168,13 @@ class Files:
     async def publish(self, record: FileRecord) -> FileRecord:
         """From now on it is seen."""
         record = msgspec.structs.replace(record, status="processed", nuid="")
-        await self._records.put(record.tenant, record.id, record)
-        self._held.note(tenant_key(record.tenant, record.id), _held(record))
+        await self.note(record)
         return record
 
     # --- uploads in parts (`uploads.py`) -----------------------------------------------------------
 
     async def note(self, record: FileRecord) -> None:
-        """Writes the record of what nobody sees."""
+        """Writes the record, of what nobody sees where it is being uploaded."""
         await self._records.put(record.tenant, record.id, record)
         self._held.note(tenant_key(record.tenant, record.id), _held(record))
 

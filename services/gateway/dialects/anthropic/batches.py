@@ -181,7 +181,7 @@ async def _checked(ask: RequestContext, given: _RawCreate, most: int) -> bytes:
             place = f"requests[{index}].{(error.param or 'params').replace('body', 'params', 1)}"
             if error.code == UnknownModel.code:
                 raise UnknownModel(f"Invalid '{place}': {error.message}", param=place)
-            raise InvalidParameter.at(place, f"{error.message}", reason=error.code)
+            raise InvalidParameter.at(place, error.message, reason=error.code)
         lines.append(line)
         if len(lines) % AT_ONCE == 0:
             await asyncio.sleep(0)

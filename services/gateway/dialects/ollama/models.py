@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.backend import Handler, RequestContext, routes_of
 from services.gateway.api.models.routes import BODY, MANAGING
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
@@ -255,16 +255,11 @@ async def _creation(
     yield Progress("writing manifest")
 
 
-async def push(ask: RequestContext) -> None:
-    raise _refused("/api/push", "models cannot be pushed from here")
+def _refused(path: str, why: str) -> Handler:
+    async def refuse(ask: RequestContext) -> None:
+        raise RouteError(f"{path} is not supported here: {why}.", reason="unsupported_endpoint")
 
-
-async def blob(ask: RequestContext) -> None:
-    raise _refused("/api/blobs", "files are not uploaded; POST /api/pull has a host fetch them")
-
-
-def _refused(path: str, why: str) -> RouteError:
-    return RouteError(f"{path} is not supported here: {why}.", reason="unsupported_endpoint")
+    return refuse
 
 
 async def _name_it(ask: RequestContext, source: str, wanted: str) -> None:
@@ -321,6 +316,6 @@ ollama_model_routes = routes_of(
     (DELETE, delete),
     (COPY, copy),
     (CREATE, create),
-    (PUSH, push),
-    (BLOB, blob),
+    (PUSH, _refused("/api/push", "models cannot be pushed from here")),
+    (BLOB, _refused("/api/blobs", "files are not uploaded; POST /api/pull has a host fetch them")),
 )
