@@ -1,7 +1,9 @@
 """OpenAI's /v1/models; llama.cpp's /models, /models/load, /models/unload and /models/sse."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Annotated
 
@@ -12,8 +14,8 @@ from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.dialect import ModelView, dialects_of
 from services.gateway.api.models.shapes import Deleted, Done, Model, ModelEvent, ModelList, Models, events_between
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import EventStream, StreamChunk, UntilGone
-from services.gateway.core.errors import describe
+from services.gateway.core.asgi import EventStream, StreamChunk, disconnected
+from services.gateway.core.errors import ClientGone, describe
 from shared.errors import Unavailable
 from shared.model_status import ModelStatus
 
@@ -198,15 +200,13 @@ async def pull(ask: RequestContext) -> Done:
 
 async def stream_events(ask: RequestContext) -> None:
     """Until the client goes, its key is good no longer, or the gateway stops."""
-    gone = asyncio.Event()
     stream = EventStream(ask.send)
     catalog = ask.parts.catalog
     known: dict[str, ModelStatus] = {}
     silent = 0.0
-    with UntilGone(ask.scope, ask.receive, gone.set):
-        try:
-            while not gone.is_set():
-                news = catalog.registry.news
+    try:
+        async with contextlib.aclosing(looks(ask, SETTLE)) as every:
+            async for _ in every:
                 now, after = time.time(), catalog.statuses(SETTLE)
                 found = events_between(known, after, catalog.registry.specs, now)
                 known = after
@@ -216,25 +216,35 @@ async def stream_events(ask: RequestContext) -> None:
                 elif now - silent >= KEEP_ALIVE:
                     await stream.comment()
                     silent = now
-                await _rest(news, gone)
-                ask.backend.check_draining()
-                ask.backend.authenticator.check(ask.principal)
-        except Exception as error:
-            if stream.started:
-                await stream.write([StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
-            raise
+    except ClientGone:
+        return
+    except Exception as error:
+        if stream.started:
+            await stream.write([StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
+        raise
 
 
-async def _rest(news: asyncio.Event, gone: asyncio.Event) -> None:
-    """Until there is something to look at; never at once."""
-    waiting = [asyncio.create_task(news.wait()), asyncio.create_task(gone.wait())]
+async def looks(ask: RequestContext, settle: float) -> AsyncGenerator[None, None]:
+    """One look at the models now, and one whenever something has changed, `settle` seconds after it has. Raises
+    `ClientGone`, `Unavailable` when the gateway stops, `AuthenticationFailed` when the key is good no longer."""
+    gone = asyncio.create_task(disconnected(ask.receive))
+    registry = ask.parts.catalog.registry
     try:
-        await asyncio.wait(waiting, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+        while True:
+            news = registry.news
+            yield
+            waiting = asyncio.create_task(news.wait())
+            try:
+                await asyncio.wait([waiting, gone], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+            if gone.done():
+                raise ClientGone
+            await asyncio.sleep(settle)
+            ask.backend.check_draining()
+            ask.backend.authenticator.check(ask.principal)
     finally:
-        for one in waiting:
-            one.cancel()
-    if not gone.is_set():
-        await asyncio.sleep(SETTLE)
+        gone.cancel()
 
 
 model_routes = routes_of(

@@ -3,13 +3,14 @@ checkpoints, and the files of its adapter."""
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.backend import Handler, RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header, send_parts
@@ -19,7 +20,7 @@ from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.training.objects import checkpoint_object, job_object
 from services.gateway.training.requests import FineTuningCreate
 from services.gateway.training.service import FineTuning
-from shared.messages.training import TrainingStatus
+from shared.messages.training import TrainingJob, TrainingStatus
 
 PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{job}"
@@ -232,20 +233,13 @@ async def list_jobs(ask: RequestContext) -> dict[str, Any]:
     return list_object([job_object(job) for job in jobs], more)
 
 
-async def retrieve(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).get(ask.named("job"), ask.tenant))
+def one_job(method: Callable[[FineTuning, str, str], Awaitable[TrainingJob]]) -> Handler:
+    """Answers with the job that `method` looks up, or changes."""
 
+    async def answer(ask: RequestContext) -> dict[str, Any]:
+        return job_object(await method(ask.parts.job(FineTuning), ask.named("job"), ask.tenant))
 
-async def cancel(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).cancel(ask.named("job"), ask.tenant))
-
-
-async def pause(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).pause(ask.named("job"), ask.tenant))
-
-
-async def resume(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).resume(ask.named("job"), ask.tenant))
+    return answer
 
 
 async def events(ask: RequestContext) -> dict[str, Any] | None:
@@ -319,10 +313,10 @@ async def refused(ask: RequestContext) -> None:
 fine_tuning_routes = routes_of(
     (CREATE, create),
     (LIST, list_jobs),
-    (RETRIEVE, retrieve),
-    (CANCEL, cancel),
-    (PAUSE, pause),
-    (RESUME, resume),
+    (RETRIEVE, one_job(FineTuning.get)),
+    (CANCEL, one_job(FineTuning.cancel)),
+    (PAUSE, one_job(FineTuning.pause)),
+    (RESUME, one_job(FineTuning.resume)),
     (EVENTS, events),
     (CHECKPOINTS, checkpoints),
     (ADAPTER, adapter),

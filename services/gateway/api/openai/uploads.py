@@ -10,7 +10,7 @@ from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.errors import convert, empty_array
+from services.gateway.core.errors import convert
 from services.gateway.files.files import BATCH_EXPIRY, expiry
 from services.gateway.files.uploads import expiry_of, part_id
 from shared import limits
@@ -125,7 +125,7 @@ async def create(ask: RequestContext) -> dict[str, Any]:
     return _shown(made, "pending")
 
 
-async def add(ask: RequestContext) -> dict[str, Any]:
+async def add(ask: RequestContext) -> UploadPart:
     await ask.counted()
     most = min(ask.parts.files.limit, limits.UPLOAD_PART.value)
     form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, most, name="data")
@@ -134,15 +134,12 @@ async def add(ask: RequestContext) -> dict[str, Any]:
     upload_id = ask.named("upload")
     part = await ask.parts.uploads.add(upload_id, ask.tenant, form.file_data(), form.announced)
     await form.rest()
-    created = int(part.created_at)
-    return {"id": part_id(part), "object": "upload.part", "created_at": created, "upload_id": upload_id}
+    return UploadPart(part_id(part), "upload.part", int(part.created_at), upload_id)
 
 
 async def complete(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     given = await ask.decoded(UploadCompletion, BODY_BYTES)
-    if not given.part_ids:
-        raise empty_array("part_ids")
     uploads, upload_id = ask.parts.uploads, ask.named("upload")
     record, file = await uploads.complete(upload_id, ask.tenant, given.part_ids, given.md5 or "")
     return _shown(record, "completed", file)

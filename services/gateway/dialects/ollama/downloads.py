@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from services.gateway.api.backend import RequestContext
+from services.gateway.api.models.routes import looks
 from services.gateway.core.asgi import LineStream, StreamChunk, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
-from services.gateway.dialects.ollama.residency import looks
+from services.gateway.dialects.ollama.residency import SETTLE
 from services.gateway.dialects.ollama.shapes import Progress, ShowResponse, described
 from shared.errors import RyzansteinError, Unavailable
 from shared.messages import HostModel
@@ -76,7 +77,7 @@ async def _progress(ask: RequestContext, model: str, fetch: Fetch, *, new: bool)
     digest = ShowResponse(ask.parts.catalog).digest(model)
     last = Progress("pulling manifest")
     yield last
-    async with contextlib.aclosing(looks(ask)) as every:
+    async with contextlib.aclosing(looks(ask, SETTLE)) as every:
         async for _ in every:
             try:
                 one = fetch.step(_said(ask, model), time.monotonic())
