@@ -13,7 +13,7 @@ from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import send_parts
 from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
-from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
+from services.gateway.files.files import ANCHOR, expiry
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 
 PATH = "/v1/files"
@@ -122,8 +122,6 @@ async def upload(ask: RequestContext) -> dict[str, Any]:
         fields = convert(form.fields, UploadForm)
         seconds = _expires_after(fields)
         now = time.time()
-        if not seconds and fields.purpose == "batch":
-            seconds = BATCH_EXPIRY
         expires = now + seconds if seconds else 0.0
         named = msgspec.structs.replace(record, purpose=fields.purpose, created_at=now, expires_at=expires)
         return file_object(await files.publish(named))
@@ -137,7 +135,7 @@ def _expires_after(form: UploadForm) -> float:
             param="expires_after.seconds",
             reason="invalid_type",
         )
-    return expiry(form.anchor, None if given is None else int(given), "expires_after")
+    return expiry(form.anchor, None if given is None else int(given), "expires_after", form.purpose)
 
 
 async def list_files(ask: RequestContext) -> dict[str, Any]:

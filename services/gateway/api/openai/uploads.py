@@ -11,7 +11,7 @@ from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import convert
-from services.gateway.files.files import BATCH_EXPIRY, expiry
+from services.gateway.files.files import expiry
 from services.gateway.files.uploads import expiry_of, part_id
 from shared import limits
 from shared.messages.batches import FileRecord
@@ -118,10 +118,9 @@ async def create(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     given = await ask.decoded(NewUpload, BODY_BYTES)
     after = given.expires_after
-    seconds = expiry(after.anchor, after.seconds, "expires_after") if after else 0.0
-    if not seconds and given.purpose == "batch":
-        seconds = BATCH_EXPIRY
-    made = await ask.parts.uploads.create(ask.tenant, given.filename, given.purpose, given.bytes, seconds)
+    anchor, seconds = (after.anchor, after.seconds) if after else (None, None)
+    expires_after = expiry(anchor, seconds, "expires_after", given.purpose)
+    made = await ask.parts.uploads.create(ask.tenant, given.filename, given.purpose, given.bytes, expires_after)
     return _shown(made, "pending")
 
 

@@ -2,13 +2,11 @@
 has the vector that its score is made of."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.dialects.pooling.prompts import Prompts, class_prompts, score_prompts
 from services.gateway.dialects.pooling.schemas import (
     ClassifyRequest,
-    Pairs,
     RerankRequest,
     ScoringRequest,
     check_lengths,
@@ -27,44 +25,8 @@ async def scoring_record(
     request: ScoringRequest, card: ModelCard, tokenizer: Tokenizer, context: Context, parts: RunDependencies
 ) -> GenerationRecord:
     """Raises `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`, `QueueFull`."""
-    limit = parts.settings.prompt_limit
     check_lengths(request, card)
-    if isinstance(request, ClassifyRequest):
-        made = await class_prompts(request, tokenizer, card, limit)
-        scoring = Scoring("classes", _activation(request, card), card.labels)
-        return _record(request, made, scoring, [], card, context, parts)
-    pairs = pairs_of(request)
-    made = await score_prompts(request, pairs, tokenizer, card, limit)
-    queries = len(pairs.queries) if made.way == "vectors" else 0
-    scoring = Scoring(
-        made.way,
-        _activation(request, card) if made.way == "classes" else "",
-        queries=queries,
-        top_n=(request.top_n or 0) if isinstance(request, RerankRequest) else 0,
-    )
-    return _record(request, made, scoring, _shown(request, pairs, queries), card, context, parts)
-
-
-def _activation(request: ScoringRequest, card: ModelCard) -> str:
-    return "identity" if request.use_activation is False else card.activation
-
-
-def _shown(request: ScoringRequest, pairs: Pairs, queries: int) -> list[str]:
-    """What is shown with each prompt's score."""
-    if not isinstance(request, RerankRequest) or request.return_documents is False:
-        return []
-    return [""] * queries + pairs.documents
-
-
-def _record(
-    request: ScoringRequest,
-    made: Prompts,
-    scoring: Scoring,
-    texts: Sequence[str],
-    card: ModelCard,
-    context: Context,
-    parts: RunDependencies,
-) -> GenerationRecord:
+    made, scoring, texts = await _prompts(request, card, tokenizer, parts.settings.prompt_limit)
     started_at, settings = time.time(), parts.settings
     check_together([prompt.tokens for prompt in made.prompts], settings.generation_bytes)
     identity = new_identity(parts.answers.writer, started_at)
@@ -105,8 +67,32 @@ def _record(
         user=request.user or "",
         adapter=context.model.name,
         scoring=scoring,
-        texts=list(texts),
+        texts=texts,
     )
+
+
+async def _prompts(
+    request: ScoringRequest, card: ModelCard, tokenizer: Tokenizer, limit: int
+) -> tuple[Prompts, Scoring, list[str]]:
+    """And how they become scores, and what is shown with each prompt's."""
+    if isinstance(request, ClassifyRequest):
+        made = await class_prompts(request, tokenizer, card, limit)
+        return made, Scoring("classes", _activation(request, card), card.labels), []
+    pairs = pairs_of(request)
+    made = await score_prompts(request, pairs, tokenizer, card, limit)
+    queries = len(pairs.queries) if made.way == "vectors" else 0
+    scoring = Scoring(
+        made.way,
+        _activation(request, card) if made.way == "classes" else "",
+        queries=queries,
+        top_n=(request.top_n or 0) if isinstance(request, RerankRequest) else 0,
+    )
+    shown = isinstance(request, RerankRequest) and request.return_documents is not False
+    return made, scoring, [""] * queries + pairs.documents if shown else []
+
+
+def _activation(request: ScoringRequest, card: ModelCard) -> str:
+    return "identity" if request.use_activation is False else card.activation
 
 
 def _endpoint(request: ScoringRequest) -> str:

@@ -284,7 +284,6 @@ async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
 
 
 async def list_items(ask: RequestContext) -> dict[str, Any]:
-    """The items that a response's request brought, page by page."""
     responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
     check_include(wanted.include)
     await ask.counted()
@@ -295,7 +294,6 @@ async def list_items(ask: RequestContext) -> dict[str, Any]:
 
 
 async def count_tokens(ask: RequestContext) -> InputTokens:
-    """How many tokens an input has."""
     intake = await ask.counted()
     context = Context(ask.request_id, tenant=ask.tenant)
     body = await ask.body(ask.settings.body_limit)
