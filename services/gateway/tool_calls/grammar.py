@@ -333,7 +333,7 @@ class Calling(NamedTuple):
 def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar:
     """One call or more, and nothing else but the reasoning before them."""
     rules = Rules()
-    before = _before_calls(rules, calling, reasoning, opened=opened)
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
     rules.add("start", joined(before, "calls"))
     rules.add("calls", _calls(rules, calling, checked_all=True))
     return Grammar("lark", rules.text())
@@ -348,7 +348,7 @@ def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar |
     if not form.trigger or any(text in form.trigger != text for text in calling.specials):
         return None
     rules = Rules()
-    before = _before_calls(rules, calling, reasoning, opened=opened)
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
     rules.add("start", joined(before, "(until_calls behind_trigger)* free"))
     attributes, body = up_to(form.trigger, calling.specials)
     rules.add("until_calls", body, attributes)
@@ -361,7 +361,7 @@ def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar |
 def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool) -> Grammar:
     """Calls, or what the client wants the answer to look like. Raises `InvalidParameter`."""
     rules = Rules()
-    before = _before_calls(rules, calling, reasoning, opened=opened)
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
     begin = literal(REASONING[reasoning].before_answer, calling.specials) if reasoning else NOTHING
     rules.add("start", joined(before, f"(calls | {joined(begin, 'answer')})"))
     rules.add("calls", _calls(rules, calling, checked_all=False))
@@ -371,9 +371,9 @@ def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool)
 
 def behind_reasoning(answer: Grammar, reasoning: str, specials: Specials, *, opened: bool = True) -> Grammar:
     """`answer` behind the reasoning, in which the prompt ends where it is `opened`. Raises `InvalidParameter`."""
-    rules, marks = Rules(), REASONING[reasoning]
-    before = _reasoning(rules, specials, reasoning, opened=opened, behind=marks.before_calls)
-    rules.add("start", joined(before, literal(marks.before_answer, specials), "answer"))
+    rules = Rules()
+    before = _reasoning(rules, specials, reasoning, opened=opened)
+    rules.add("start", joined(before, literal(REASONING[reasoning].before_answer, specials), "answer"))
     rules.add("answer", _answer(answer))
     return Grammar("lark", rules.text())
 
@@ -393,8 +393,8 @@ def _answer(answer: Grammar) -> str:
     )
 
 
-def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool, behind: str = "") -> str:
-    """Reasoning up to its end, and `behind` or white space; optional unless it has begun."""
+def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool) -> str:
+    """Reasoning up to its end, and what stands between it and calls, or white space; optional unless it has begun."""
     if not name:
         return NOTHING
     marks = REASONING[name]
@@ -402,13 +402,8 @@ def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool, beh
     attributes, body = up_to(own.get(marks.end, marks.end), specials)
     rules.add("thoughts", body, attributes)
     rules.add("SPACE", r"/\s*/")
-    thoughts = joined("thoughts", literal(behind, specials) if behind else "SPACE")
+    thoughts = joined("thoughts", literal(marks.before_calls, specials) if marks.before_calls else "SPACE")
     return thoughts if opened else f"({literal(own.get(marks.begin, marks.begin), specials)} {thoughts})?"
-
-
-def _before_calls(rules: Rules, calling: Calling, name: str, *, opened: bool) -> str:
-    behind = REASONING[name].before_calls if name else ""
-    return _reasoning(rules, calling.specials, name, opened=opened, behind=behind)
 
 
 def _calls(rules: Rules, calling: Calling, *, checked_all: bool) -> str:
