@@ -42,6 +42,7 @@ from shared.service.endpoints import Receive, Scope, Send
 BodyT = TypeVar("BodyT")
 QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 ServiceT = TypeVar("ServiceT")
+SMALL_BODY = 64 << 10  # bytes of a body that names or describes something
 _decoder_of: Callable[[Any], msgspec.json.Decoder[Any]] = cache(msgspec.json.Decoder)
 
 
@@ -194,7 +195,7 @@ class RequestContext:
             await self.parts.intake.large.turn(self.tenant, len(body))
         return body
 
-    async def decoded(self, kind: type[BodyT], limit: int) -> BodyT:
+    async def decoded(self, kind: type[BodyT], limit: int = SMALL_BODY) -> BodyT:
         """Its body as `kind`. Raises as `body`, and `InvalidParameter`."""
         decoder: msgspec.json.Decoder[BodyT] = _decoder_of(kind)
         return decode(await self.body(limit), decoder)

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any, Literal
 from urllib.parse import quote
 
+from services.gateway.training.requests import SETTINGS
 from services.gateway.training.states import ID
 from shared.messages.registry import AdapterRecord
 from shared.messages.training import MAX_EVENT_MESSAGE, TrainedAdapter, TrainingEvent, TrainingJob, TrainingMetrics
@@ -88,18 +89,12 @@ def job_object(job: TrainingJob) -> dict[str, Any]:
             "dropout": job.hyperparameters.dropout,
             "target_modules": job.hyperparameters.targets or "all-linear",
         },
-        "settings": {
-            name: getattr(job.hyperparameters, name)
-            for name in (
-                "max_tokens", "truncate", "schedule", "warmup_ratio", "weight_decay", "max_grad_norm", "optimizer",
-                "replicas",
-            )
-        },
+        "settings": {name: getattr(job.hyperparameters, name) for name in SETTINGS},
         "progress": _progress(job),
         "wanted": job.wanted,
         "waiting_for": job.waiting_for or None,
         "started_at": int(job.started_at) or None,
-    }  # fmt: skip
+    }
 
 
 def _hyperparameters(job: TrainingJob) -> dict[str, Any]:

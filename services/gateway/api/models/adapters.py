@@ -4,7 +4,7 @@ import msgspec
 from starlette.responses import PlainTextResponse
 
 from services.gateway.api.backend import RequestContext, routes_of
-from services.gateway.api.models.routes import BODY, MANAGING, model_operation
+from services.gateway.api.models.routes import MANAGING, model_operation
 from services.gateway.api.models.shapes import Deleted
 from services.gateway.api.openapi.operation import TEXT
 from services.gateway.core.adapters import not_found, not_read
@@ -100,7 +100,7 @@ DELETE = model_operation(
 
 async def load(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = await ask.decoded(LoadAdapter, BODY)
+    request = await ask.decoded(LoadAdapter)
     if not request.lora_name or not request.lora_path:
         raise InvalidParameter(
             "Both 'lora_name' and 'lora_path' must be provided.",
@@ -117,7 +117,7 @@ async def load(ask: RequestContext) -> None:
 
 async def unload(ask: RequestContext) -> None:
     ask.check_manages_models()
-    name = (await ask.decoded(UnloadAdapter, BODY)).lora_name
+    name = (await ask.decoded(UnloadAdapter)).lora_name
     if not name:
         raise InvalidParameter(
             "'lora_name' needs to be provided to unload a LoRA adapter.",
@@ -146,7 +146,7 @@ async def retrieve(ask: RequestContext) -> Adapter:
 
 async def put(ask: RequestContext) -> Adapter:
     ask.check_manages_models()
-    entry = await ask.decoded(AdapterEntry, BODY)
+    entry = await ask.decoded(AdapterEntry)
     record = await ask.parts.adapters.load(ask.named("adapter"), entry.source, entry.model, replace=True)
     return _shown(ask, record)
 

@@ -6,7 +6,7 @@ import time
 import msgspec
 
 from services.gateway.api.backend import RequestContext, routes_of
-from services.gateway.api.models.routes import BODY, MANAGING, model_operation
+from services.gateway.api.models.routes import MANAGING, model_operation
 from services.gateway.api.models.shapes import Deleted, Status
 from services.gateway.api.openapi.operation import Parameter
 from services.gateway.core.asgi import header
@@ -145,7 +145,7 @@ async def retrieve_entry(ask: RequestContext) -> RegisteredModel:
 
 async def put_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
-    fields = await ask.decoded(object, BODY)
+    fields = await ask.decoded(object)
     revision = _revision_of(ask)
     if (absent := header(ask.scope, b"if-none-match")) is not None:
         if absent.strip() != "*":
@@ -160,7 +160,7 @@ async def put_entry(ask: RequestContext) -> RegisteredModel:
 
 async def patch_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
-    fields = await ask.decoded(object, BODY)
+    fields = await ask.decoded(object)
     return _written(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
 
 

@@ -21,7 +21,6 @@ from shared.model_status import ModelStatus
 
 model_operation = partial(Operation, tag="Models")
 MANAGING = " Requires a key that can manage models, once any key exists."
-BODY = 64 << 10  # bytes of a body that names or describes a model
 # Seconds between two looks at all models for a stream of events: what changes within is one event.
 SETTLE = 0.25
 LOOK = 1.0  # seconds after which a stream looks whether it may go on
@@ -180,20 +179,20 @@ async def router_delete(ask: RequestContext) -> Done:
 
 async def load(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    await ask.parts.management.load((await ask.decoded(NamedModel, BODY)).model)
+    await ask.parts.management.load((await ask.decoded(NamedModel)).model)
     return Done(True)
 
 
 async def unload(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    request = await ask.decoded(UnloadRequest, BODY)
+    request = await ask.decoded(UnloadRequest)
     await ask.parts.management.unload(request.model, force=request.force)
     return Done(True)
 
 
 async def pull(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    request = await ask.decoded(PullRequest, BODY)
+    request = await ask.decoded(PullRequest)
     await ask.parts.management.pull(request.model, request.hosts)
     return Done(True)
 

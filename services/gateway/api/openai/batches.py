@@ -71,12 +71,9 @@ CANCEL = _operation(
 )
 
 
-BODY_BYTES = 64 << 10
-
-
 async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
-    wanted = await ask.decoded(BatchCreate, BODY_BYTES)
+    wanted = await ask.decoded(BatchCreate)
     return batch_object(await ask.parts.job(Batches).submit(wanted, ask.principal, key))
 
 

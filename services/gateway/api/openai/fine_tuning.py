@@ -208,12 +208,10 @@ REFUSED = tuple(
     )
 )
 
-BODY_BYTES = 64 << 10
-
 
 async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
-    wanted = await ask.decoded(FineTuningCreate, BODY_BYTES)
+    wanted = await ask.decoded(FineTuningCreate)
     await ask.counted()
     return job_object(await ask.parts.job(FineTuning).create(wanted, ask.principal, key))
 

@@ -7,18 +7,17 @@ A model of Ollama's is here an entry of the registry, an alias of one, or a LoRA
     create           ──▶ an alias            delete of a model    ──▶ its entry and its files, of an alias the alias
 """
 
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
 
 from services.gateway.api.backend import Handler, RequestContext, routes_of
-from services.gateway.api.models.routes import BODY, MANAGING
+from services.gateway.api.models.routes import MANAGING
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
 from services.gateway.dialects.ollama import shapes
-from services.gateway.dialects.ollama.downloads import pull, send_lines
+from services.gateway.dialects.ollama.downloads import pull, send_progress
 from services.gateway.dialects.ollama.generating import ollama_operation
 from services.gateway.dialects.ollama.residency import ModelNamed, named
 from services.gateway.dialects.ollama.schemas import Options
@@ -151,7 +150,7 @@ async def processes(ask: RequestContext) -> shapes.LoadedModels:
 
 
 async def show(ask: RequestContext) -> shapes.ShownModel:
-    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaShowRequest, BODY)), ask.tenant)
+    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaShowRequest)), ask.tenant)
     tokenizer: Tokenizer | None = None
     model = ask.parts.catalog.resolve(name, ask.tenant).model
     if ask.parts.catalog.known_card(model) is not None:
@@ -161,7 +160,7 @@ async def show(ask: RequestContext) -> shapes.ShownModel:
 
 async def pull_model(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = await ask.decoded(OllamaPullRequest, BODY)
+    request = await ask.decoded(OllamaPullRequest)
     given, registry = _name(request), ask.parts.catalog.registry
     known = [one for one in names_of(given) if registry.model_of(one) in registry.specs]
     await pull(ask, known[0] if known else plain_name(given), streamed=request.stream is not False)
@@ -169,7 +168,7 @@ async def pull_model(ask: RequestContext) -> None:
 
 async def delete(ask: RequestContext) -> bytes:
     ask.check_manages_models()
-    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaDeleteRequest, BODY)), ask.tenant)
+    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaDeleteRequest)), ask.tenant)
     resolved = ask.parts.catalog.resolve(name, ask.tenant)
     if resolved.adapter:
         await ask.parts.adapters.unload(name, ask.tenant)
@@ -184,7 +183,7 @@ async def delete(ask: RequestContext) -> bytes:
 
 async def copy(ask: RequestContext) -> bytes:
     ask.check_manages_models()
-    request = await ask.decoded(OllamaCopyRequest, BODY)
+    request = await ask.decoded(OllamaCopyRequest)
     source, wanted = (named(ask.parts.catalog, request.source, ask.tenant), request.destination.removesuffix(LATEST))
     await _name_it(ask, source, wanted)
     resolved = ask.parts.catalog.resolve(source, ask.tenant)
@@ -192,22 +191,16 @@ async def copy(ask: RequestContext) -> bytes:
     return b""
 
 
-async def create(ask: RequestContext) -> Progress | None:
+async def create(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = await ask.decoded(OllamaCreateRequest, BODY)
+    request = await ask.decoded(OllamaCreateRequest)
     check_fields(request)
     given = _defaults(request.parameters, ask)
     if not request.base:
         raise missing("from", "the name of a model that is there")
     name, base = _name(request), named(ask.parts.catalog, request.base, ask.tenant)
     creation = _creation(ask, name.removesuffix(LATEST), base, request.adapters or {}, given)
-    if request.stream is not False:
-        await send_lines(ask, creation)
-        return None
-    async with contextlib.aclosing(creation):
-        async for _ in creation:
-            pass
-    return Progress("success")
+    await send_progress(ask, creation, streamed=request.stream is not False)
 
 
 # Parameters that a name may have, and what a model's generation_config.json calls them.

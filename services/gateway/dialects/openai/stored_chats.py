@@ -91,9 +91,6 @@ MESSAGES = _operation(
 )
 
 
-BODY_BYTES = 64 << 10
-
-
 async def list_chats(ask: RequestContext) -> bytes:
     """Those of the tenant that are stored, page by page."""
     wanted = ask.query(ChatsQuery)
@@ -110,7 +107,7 @@ async def retrieve(ask: RequestContext) -> bytes:
 
 async def change(ask: RequestContext) -> bytes:
     chats = ask.parts.stored_chats
-    metadata = (await ask.decoded(ChangedChat, BODY_BYTES)).metadata
+    metadata = (await ask.decoded(ChangedChat)).metadata
     with ask.history_budget() as budget:
         return await chats.change(ask.named("generation"), ask.tenant, metadata or {}, budget)
 
