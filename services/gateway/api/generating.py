@@ -144,13 +144,12 @@ def _said(scope: Scope, settings: GatewaySettings) -> dict[str, Any]:
             param="Last-Event-ID",
             reason="invalid_header",
         )
-    progress = header(scope, b"x-ryzanstein-progress")
     return {
         "session": check_session_id(header(scope, b"x-session-id")),
         "background": check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
         "key": key,
         "after": after,
-        "return_progress": progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
+        "return_progress": check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
     }
 
 
@@ -162,8 +161,7 @@ def positions_of(scope: Scope) -> list[int] | None:
 
 def wants_positions(scope: Scope) -> bool:
     """Whether lines are to say where in the log they stand, as the ids of events do. Raises `InvalidParameter`."""
-    given = header(scope, b"x-ryzanstein-positions")
-    return given is not None and check_flag(given, "X-Ryzanstein-Positions")
+    return check_flag(header(scope, b"x-ryzanstein-positions"), "X-Ryzanstein-Positions")
 
 
 async def stream(run: StreamReader, scope: Scope, send: Send, *, positions: bool = False) -> None:

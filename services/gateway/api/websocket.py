@@ -45,7 +45,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from services.gateway.api.backend import GatewayBackend, RouteMaker
 from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
 from services.gateway.core.asgi import StreamChunk, header, message_writer
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
+from services.gateway.core.errors import ClientGone, InvalidParameter, describe, missing, status_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_background, check_flag, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
@@ -87,13 +87,12 @@ class _StreamSocket:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         socket = WebSocket(scope, receive, send)
-        progress = header(scope, b"x-ryzanstein-progress")
         context = Context(
             scope["state"]["request_id"],
             check_session_id(header(scope, b"x-session-id")),
             tenant=scope["state"]["principal"].tenant,
             principal=scope["state"]["principal"],
-            return_progress=progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
+            return_progress=check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
         )
         await socket.accept()
         await self._kind(socket, self._backend, context).serve()
@@ -237,9 +236,7 @@ def _check(message: ClientMessage) -> None:
     """Raises `InvalidParameter` where it lacks what it names its generation by."""
     needed = "generation" if message.type == "attach" else "request"
     if not (message.generation if message.type == "attach" else bytes(message.request)):
-        raise InvalidParameter(
-            f"Missing required parameter: '{needed}'.", param=needed, reason="missing_required_parameter"
-        )
+        raise missing(needed)
 
 
 def _id_in(text: str | bytes) -> str | None:

@@ -24,7 +24,7 @@ from services.gateway.api.grpc.requests import decode
 from services.gateway.api.grpc.status import status_message
 from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
 from services.gateway.core.asgi import StreamChunk
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, missing
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
@@ -131,11 +131,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         try:
             name, action = check_name(message.id), message.WhichOneof("action")
             if action is None:
-                raise InvalidParameter(
-                    "Missing required parameter: 'action'; send chat, generate, attach or cancel.",
-                    param="action",
-                    reason="missing_required_parameter",
-                )
+                raise missing("action", "chat, generate, attach or cancel")
             if action == "cancel":
                 self.cancel(name)
             else:

@@ -28,7 +28,6 @@ from services.gateway.dialects.responses.schemas import (
 )
 from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.dialects.responses.translation import own_words
-from services.gateway.intake.decoding import read_query
 from services.gateway.intake.processor import answer_text
 from services.gateway.intake.record import Context
 from services.gateway.lifecycle.idempotency import fingerprint
@@ -71,17 +70,6 @@ class ItemList(ListPage):
     """What GET /v1/responses/{id}/input_items answers."""
 
     data: Sequence[Item]
-
-
-def retrieval(query: bytes) -> Retrieval:
-    """Of GET /v1/responses/{id}. Raises `InvalidParameter`."""
-    given = read_query(query, Retrieval)
-    check_include(given.include)
-    if given.starting_after is not msgspec.UNSET and not given.stream:
-        raise InvalidParameter(
-            "The 'starting_after' parameter is only allowed when 'stream' is true.", param="starting_after"
-        )
-    return given
 
 
 def item_list(items: Sequence[StoredItem], *, more: bool) -> dict[str, Any]:
@@ -232,7 +220,12 @@ CANCEL_TIMEOUT = 5.0
 async def retrieve(ask: RequestContext) -> bytes | None:
     """The object, or its events."""
     responses = ask.parts.responses
-    wanted = retrieval(ask.scope["query_string"])
+    wanted = ask.query(Retrieval)
+    check_include(wanted.include)
+    if wanted.starting_after is not msgspec.UNSET and not wanted.stream:
+        raise InvalidParameter(
+            "The 'starting_after' parameter is only allowed when 'stream' is true.", param="starting_after"
+        )
     with ask.history_budget() as budget:
         found = await _found(ask, budget)
         if not wanted.stream:
