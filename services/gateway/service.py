@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import GatewayBackend
-from services.gateway.api.dialect import Dialect, routes_of
+from services.gateway.api.dialect import Dialect
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.auth.browsers import is_loopback, listed
 from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
@@ -73,7 +73,7 @@ class GatewayService(Service):
         self._metrics = GatewayMetrics(self.registry)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(self._metrics))
-        self._backend = GatewayBackend(Authenticator(required=settings.require_key))
+        self._backend = GatewayBackend(Authenticator(required=settings.require_key), settings, self._metrics)
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None
         self._work: Container | None = None
@@ -127,9 +127,8 @@ class GatewayService(Service):
     @functools.cached_property
     def _app(self) -> Any:
         ops = OpsApp(self.health, self.registry)
-        jobs = routes_of(*(make for kind in self.job_kinds for make in kind.routes))
-        dialects = (*DIALECTS, Dialect("job kinds", jobs))
-        app = GatewayApp(self._backend, ops, self.settings, self._metrics, dialects)
+        jobs = Dialect("job kinds", [make for kind in self.job_kinds for make in kind.routes])
+        app = GatewayApp(self._backend, ops, (*DIALECTS, jobs))
         origins = listed(self.settings.allowed_origins)
         if not origins:
             return app
@@ -232,20 +231,18 @@ class GatewayService(Service):
 
     def _make_grpc(self) -> None:
         """Raises `PortInUse`, `ConfigurationError`."""
-        if self.settings.grpc_port is None:
+        settings = self.settings
+        if settings.grpc_port is None:
             return
         from services.gateway.api.grpc.api import make_server  # its libraries take a moment, and memory
 
         tls: ssl.SSLContext | None = None
-        settings = self.settings
         if settings.tls_certificate:
             tls = server_context(settings.tls_certificate, settings.tls_key, settings.tls_client_ca, protocol="h2")
             pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
             self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
         calls = {name: call for kind in self.job_kinds for name, call in kind.calls(self._backend).items()}
-        self._grpc = make_server(
-            self._backend, settings, self.health, self._metrics, self.settings.grpc_port, tls, self._door, calls
-        )
+        self._grpc = make_server(self._backend, self.health, settings.grpc_port, tls, self._door, calls)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""

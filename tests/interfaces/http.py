@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import GatewayBackend
-from services.gateway.api.dialect import Dialect, routes_of
+from services.gateway.api.dialect import Dialect
 from services.gateway.api.grpc.generated import inference_pb2
 from services.gateway.api.openapi.document import document
 from services.gateway.auth.authenticator import Authenticator
@@ -33,9 +33,9 @@ def gateway_app() -> GatewayApp:
     """With all its routes and the default settings, and nothing behind them."""
     registry = new_registry()
     ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
-    jobs = Dialect("job kinds", routes_of(*(make for kind in KINDS for make in kind.routes)))
-    every = (*DIALECTS, jobs)
-    return GatewayApp(GatewayBackend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every)
+    jobs = Dialect("job kinds", [make for kind in KINDS for make in kind.routes])
+    backend = GatewayBackend(Authenticator(), GatewaySettings(), GatewayMetrics(registry))
+    return GatewayApp(backend, ops, (*DIALECTS, jobs))
 
 
 def openapi(app: GatewayApp) -> dict[str, Any]:

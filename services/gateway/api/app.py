@@ -22,8 +22,6 @@ from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Princip
 from services.gateway.auth.browsers import Browsers, listed
 from services.gateway.core.asgi import request_headers, send_json
 from services.gateway.core.errors import CLIENT_GONE, ClientGone, RouteError, headers_of, log_failure, status_of
-from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_request_id
 from services.gateway.tracing.requests import begin_request, end_request
 from shared import tracing
@@ -37,28 +35,20 @@ log = structlog.get_logger(__name__)
 class GatewayApp:
     """Every answer carries an x-request-id; every error is in the shape of the API that was asked."""
 
-    def __init__(
-        self,
-        backend: GatewayBackend,
-        ops: OpsApp,
-        settings: GatewaySettings,
-        metrics: GatewayMetrics,
-        dialects: Sequence[Dialect],
-    ) -> None:
+    def __init__(self, backend: GatewayBackend, ops: OpsApp, dialects: Sequence[Dialect]) -> None:
         """`dialects`: what it speaks, in the order of its routes."""
-        self._metrics = metrics
-        self._settings = settings
+        settings = self._settings = backend.settings
         self._backend = backend
         self._ops = ops
         self._browsers = Browsers(settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins))
         self.dialects = Dialects(dialects)
-        spoken = [route for one in dialects for route in one.routes(backend, settings, metrics)]
+        spoken = [route for one in dialects for make in one.routes for route in make(backend)]
         # The way of nearly every request, past the router's search.
         self._direct: dict[tuple[str, str], Any] = {
             ("POST", one.path): one.direct for one in spoken if isinstance(one, ApiRoute) and one.direct
         }
         self._direct_paths = frozenset(path for _, path in self._direct)
-        own = own_routes(backend, settings, ops, lambda: document(self.routes, settings))
+        own = own_routes(backend, ops, lambda: document(self.routes, settings))
         self._router = Router(routes=[*spoken, *own], redirect_slashes=False, default=_not_found)
 
     @property
@@ -124,7 +114,7 @@ class GatewayApp:
             return
         seconds = time.perf_counter() - exchange.began
         route, model = self._route(scope), scope["state"].get("model", "")
-        self._metrics.answered(route, model, exchange.status, seconds, exchange.error)
+        self._backend.metrics.answered(route, model, exchange.status, seconds, exchange.error)
         if logs.threshold() <= logging.INFO:
             log.info(
                 "request",

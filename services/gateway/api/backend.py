@@ -6,8 +6,10 @@ everything         everything         nothing new         everything
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
+from itertools import groupby
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -23,10 +25,11 @@ from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
 from services.gateway.core.large_requests import LARGE_REQUEST
+from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
 from services.gateway.files.uploads import Uploads
-from services.gateway.intake.decoding import read_query
+from services.gateway.intake.decoding import decode, read_query
 from services.gateway.intake.intake import Intake
 from services.gateway.persistence.budget import HistoryBudget
 from services.gateway.persistence.chats import StoredChats
@@ -36,8 +39,11 @@ from services.gateway.streams.reading import Reading
 from shared.errors import Unavailable
 from shared.service.endpoints import Receive, Scope, Send
 
+BodyT = TypeVar("BodyT")
 QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 ServiceT = TypeVar("ServiceT")
+SMALL_BODY = 64 << 10  # bytes of a body that names or describes something
+_decoder_of: Callable[[Any], msgspec.json.Decoder[Any]] = cache(msgspec.json.Decoder)
 
 
 def shutting_down() -> Unavailable:
@@ -95,8 +101,10 @@ class GatewayBackend:
     """Opened by the service, asked by the routes, which are built before NATS is connected. What is refused is refused
     here: `parts` and `started` raise `Unavailable` before it is open, and `parts` once it is closed."""
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self.authenticator = authenticator
+        self.settings = settings
+        self.metrics = metrics
         self._parts: GatewayServices | None = None
         self._draining = self._closed = False
         self._active = _Active()
@@ -154,11 +162,9 @@ class GatewayBackend:
 class RequestContext:
     """One request to a route."""
 
-    def __init__(
-        self, backend: GatewayBackend, settings: GatewaySettings, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    def __init__(self, backend: GatewayBackend, scope: Scope, receive: Receive, send: Send) -> None:
         self.backend = backend
-        self.settings = settings
+        self.settings = backend.settings
         self.scope, self.receive, self.send = scope, receive, send
         self.request_id: str = scope["state"]["request_id"]
         self.principal: Principal = scope["state"]["principal"]
@@ -188,6 +194,11 @@ class RequestContext:
         if len(body) > LARGE_REQUEST:
             await self.parts.intake.large.turn(self.tenant, len(body))
         return body
+
+    async def decoded(self, kind: type[BodyT], limit: int = SMALL_BODY) -> BodyT:
+        """Its body as `kind`. Raises as `body`, and `InvalidParameter`."""
+        decoder: msgspec.json.Decoder[BodyT] = _decoder_of(kind)
+        return decode(await self.body(limit), decoder)
 
     async def counted(self) -> Intake:
         """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""
@@ -229,19 +240,23 @@ class RequestContext:
 
 # What it returns is sent as JSON, bytes as they are; None: it has answered by itself.
 Handler = Callable[[RequestContext], Awaitable[object]]
-RouteMaker = Callable[[GatewayBackend, GatewaySettings], list[BaseRoute]]
+Handled = tuple[Operation, Handler]
+RouteMaker = Callable[[GatewayBackend], Iterable[BaseRoute]]
 
 
-def route(
-    backend: GatewayBackend, settings: GatewaySettings, *handled: tuple[Operation, Handler], direct: Any = None
-) -> ApiRoute:
+def routes_of(*handled: Handled) -> RouteMaker:
+    """Makes a route of each path, in this order; operations of one path stand together."""
+    return lambda backend: [route(backend, *group) for _, group in groupby(handled, lambda one: one[0].path)]
+
+
+def route(backend: GatewayBackend, *handled: Handled, direct: Any = None) -> ApiRoute:
     """The route of one path, with a handler for each of its operations. `direct`: as of `ApiRoute`."""
     handlers = {operation.method: handler for operation, handler in handled}
 
     class Answer:  # an instance: of a function Starlette would make an endpoint of its own
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             handler = handlers.get(scope["method"]) or handlers["GET"]  # HEAD
-            answer = await handler(RequestContext(backend, settings, scope, receive, send))
+            answer = await handler(RequestContext(backend, scope, receive, send))
             if answer is not None:
                 await send_json(send, 200, answer)
 

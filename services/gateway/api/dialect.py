@@ -11,17 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.routing import BaseRoute
-
-from services.gateway.api.backend import GatewayBackend, RequestContext
+from services.gateway.api.backend import RequestContext, RouteMaker
 from services.gateway.core.asgi import EventStream, LineStream
 from services.gateway.core.errors import describe
-from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.endpoint import Endpoint
 from shared.service.endpoints import Scope
-
-MakeRoutes = Callable[[GatewayBackend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +27,12 @@ class ModelView:
     one: Callable[[Any], object]
 
 
-def _no_routes(*_: object) -> Sequence[BaseRoute]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One API, or a family of paths of one."""
 
     name: str
-    routes: MakeRoutes = _no_routes
+    routes: Sequence[RouteMaker] = ()
     endpoints: Sequence[Endpoint] = ()  # of the generations that are begun in it
     # The body for an error, with the request's id.
     describe: Callable[[BaseException, str], object] = describe
@@ -58,15 +48,6 @@ class Dialect:
     models: ModelView | None = None  # of requests that it claims
     # Paths that its clients know from other servers, and why they lead nowhere here.
     absent: Mapping[str, str] = field(default_factory=dict)
-
-
-def routes_of(*makers: Callable[[GatewayBackend, GatewaySettings], Sequence[BaseRoute]]) -> MakeRoutes:
-    """The routes of some makers, one behind the other."""
-
-    def routes(backend: GatewayBackend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
-        return [one for make in makers for one in make(backend, settings)]
-
-    return routes
 
 
 # What is spoken on paths that no dialect has claimed, and in streams of endpoints that none has.

@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend
+from services.gateway.api.backend import GatewayBackend, RouteMaker
 from services.gateway.api.dialect import PLAIN, Dialect
+from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Principal
 from services.gateway.core.asgi import (
     EventStream,
@@ -43,10 +45,9 @@ GENERATION_HEADER = "x-ryzanstein-generation"  # of an answer that names no id: 
 class CompletionsRoute:
     """A path of one endpoint."""
 
-    def __init__(self, endpoint: str, backend: GatewayBackend, settings: GatewaySettings) -> None:
+    def __init__(self, endpoint: str, backend: GatewayBackend) -> None:
         self._endpoint = endpoint
         self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         run = await self._prepared(scope, receive)
@@ -61,11 +62,21 @@ class CompletionsRoute:
 
     async def _prepared(self, scope: Scope, receive: Receive) -> StreamReader:
         """What it is made of is held no longer than that takes."""
-        settings = self._settings
+        settings = self._backend.settings
         context = context_of(scope, settings, gone=partial(disconnected, receive))
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
         forget_headers(scope)
         return await self._backend.parts.intake.prepare(self._endpoint, body, context)
+
+
+def completions(endpoint: str, *operations: Operation, direct: bool = False) -> RouteMaker:
+    """Makes the paths of one endpoint. `direct`: as of `ApiRoute`."""
+
+    def make(backend: GatewayBackend) -> list[BaseRoute]:
+        app = CompletionsRoute(endpoint, backend)
+        return [ApiRoute(app, one, direct=app if direct else None) for one in operations]
+
+    return make
 
 
 async def _send_octets(run: StreamReader, send: Send) -> None:
@@ -133,13 +144,12 @@ def _said(scope: Scope, settings: GatewaySettings) -> dict[str, Any]:
             param="Last-Event-ID",
             reason="invalid_header",
         )
-    progress = header(scope, b"x-ryzanstein-progress")
     return {
         "session": check_session_id(header(scope, b"x-session-id")),
         "background": check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
         "key": key,
         "after": after,
-        "return_progress": progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
+        "return_progress": check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
     }
 
 
@@ -151,8 +161,7 @@ def positions_of(scope: Scope) -> list[int] | None:
 
 def wants_positions(scope: Scope) -> bool:
     """Whether lines are to say where in the log they stand, as the ids of events do. Raises `InvalidParameter`."""
-    given = header(scope, b"x-ryzanstein-positions")
-    return given is not None and check_flag(given, "X-Ryzanstein-Positions")
+    return check_flag(header(scope, b"x-ryzanstein-positions"), "X-Ryzanstein-Positions")
 
 
 async def stream(run: StreamReader, scope: Scope, send: Send, *, positions: bool = False) -> None:

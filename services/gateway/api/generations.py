@@ -1,16 +1,15 @@
 """/v1/generations/{id}: any generation, whichever endpoint began it: its state, its end, its stream."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.generating import positions_of, reading, stream, wants_positions
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.streams.reading import GenerationState
 
 
@@ -22,29 +21,27 @@ class Cancelled(msgspec.Struct, frozen=True):
     cancelled: bool  # False when it had ended before
 
 
-GENERATION = Operation(
+_operation = partial(Operation, tag="Generations")
+GENERATION = _operation(
     "GET /v1/generations/{generation}",
     "retrieveGeneration",
     "The output of a generation so far.",
-    "Generations",
     "At any gateway, for as long as the journal keeps its tokens.",
     response=GenerationState,
     errors=(504,),
 )
-CANCEL = Operation(
+CANCEL = _operation(
     "DELETE /v1/generations/{generation}",
     "cancelGeneration",
     "Cancels a generation, for all its readers.",
-    "Generations",
     "Its output so far stays readable.",
     response=Cancelled,
     errors=(504,),
 )
-GENERATION_STREAM = Operation(
+GENERATION_STREAM = _operation(
     "GET /v1/generations/{generation}/stream",
     "streamGeneration",
     "The events of a generation, from a position on.",
-    "Generations",
     "In the format of the endpoint that began it; without `Last-Event-ID` from the beginning.",
     events=(shapes.ChatCompletionChunk, shapes.Completion, shapes.TypedEvent),
     lines=(dict[str, Any],),
@@ -73,9 +70,6 @@ async def stream_generation(ask: RequestContext) -> None:
         await stream(run, ask.scope, ask.send, positions=positions)
 
 
-def generation_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """All of them."""
-    return [
-        route(backend, settings, (GENERATION, retrieve_generation), (CANCEL, cancel_generation)),
-        route(backend, settings, (GENERATION_STREAM, stream_generation)),
-    ]
+generation_routes = routes_of(
+    (GENERATION, retrieve_generation), (CANCEL, cancel_generation), (GENERATION_STREAM, stream_generation)
+)

@@ -1,19 +1,19 @@
 """What a gateway answers about itself: its health, its load, its cluster, its keys, its API's document, its pages."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, routes_of
 from services.gateway.api.cluster import ClusterState
-from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
+from services.gateway.api.console.pages import PATHS, page_routes
 from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.api.openapi.document import DocumentRoute
 from services.gateway.api.openapi.operation import TEXT, ApiRoute, Operation
 from services.gateway.core.pagination import PageQuery
-from services.gateway.core.settings import GatewaySettings
 from shared.process import VERSION
 from shared.service.endpoints import Health, OpsApp
 
@@ -41,51 +41,42 @@ class Document(msgspec.Struct):
     paths: dict[str, Any]
 
 
-CLUSTER = Operation(
+_operation = partial(Operation, tag="Operations")
+CLUSTER = _operation(
     "GET /v1/cluster",
     "retrieveCluster",
     "Rings, services, and what this gateway is generating.",
-    "Operations",
     "It shows no prompts or answers, and no id by which they could be read.",
     response=ClusterState,
 )
-KEYS = Operation(
+KEYS = _operation(
     "GET /v1/keys",
     "listKeys",
     "Lists API keys, and how much of their limits is used.",
-    "Operations",
     "The newest first; no secrets. For keys made with `--view-keys`; others get 403 `insufficient_permissions`.",
     response=ApiKeyList,
     query=PageQuery,
     errors=(404,),
 )
-SERVER_VERSION = Operation(
-    "GET /version", "version", "The version of Ryzanstein, as in vLLM.", "Operations", response=Version
-)
+SERVER_VERSION = _operation("GET /version", "version", "The version of Ryzanstein, as in vLLM.", response=Version)
 PINGS = tuple(
-    Operation(f"{method} {PING}", name, "200 while the process lives.", "Operations", response=Pong)
+    _operation(f"{method} {PING}", name, "200 while the process lives.", response=Pong)
     for method, name in (("GET", "ping"), ("POST", "pingByPost"))
 )
-LOAD = Operation("GET /load", "load", "Requests that this gateway is answering.", "Operations", response=Load)
-HEALTH = Operation("GET /health", "health", "200 while the process lives.", "Operations", response=Health, plain=True)
-READY = Operation(
+LOAD = _operation("GET /load", "load", "Requests that this gateway is answering.", response=Load)
+HEALTH = _operation("GET /health", "health", "200 while the process lives.", response=Health, plain=True)
+READY = _operation(
     "GET /ready",
     "ready",
     "200 when the gateway can work, else 503 with the reason.",
-    "Operations",
     response=Health,
     errors=(503,),
     plain=True,
 )
-METRICS = Operation(
-    "GET /metrics",
-    "metrics",
-    "Prometheus metrics.",
-    "Operations",
-    response_content={TEXT: {"type": "string"}},
-    plain=True,
+METRICS = _operation(
+    "GET /metrics", "metrics", "Prometheus metrics.", response_content={TEXT: {"type": "string"}}, plain=True
 )
-DOCUMENT = Operation("GET /openapi.json", "openapi", "This document.", "Operations", response=Document)
+DOCUMENT = _operation("GET /openapi.json", "openapi", "This document.", response=Document)
 OPS = (HEALTH, READY, METRICS)
 # Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody.
 OPEN_PATHS = frozenset((*PATHS, DOCUMENT.path, PING))
@@ -103,17 +94,29 @@ async def load(ask: RequestContext) -> Load:
     return Load(ask.backend.active_now - 1)
 
 
-def own_routes(
-    backend: GatewayBackend, settings: GatewaySettings, ops: OpsApp, describe: Callable[[], dict[str, Any]]
-) -> list[BaseRoute]:
+async def cluster(ask: RequestContext) -> ClusterState:
+    """The cluster's state, as this gateway sees it."""
+    ask.answer_headers["cache-control"] = "no-store"
+    return await ask.backend.started.cluster.state(ask.tenant)
+
+
+async def keys(ask: RequestContext) -> ApiKeyList:
+    """Who has keys. Raises `RouteError`, `InvalidParameter`, `BrokerUnavailable`."""
+    ask.check_views_keys()
+    ask.answer_headers["cache-control"] = "no-store"
+    return await ask.backend.started.keys.listed(ask.query(PageQuery))
+
+
+_about_itself = routes_of(
+    (SERVER_VERSION, version), *((one, ping) for one in PINGS), (LOAD, load), (CLUSTER, cluster), (KEYS, keys)
+)
+
+
+def own_routes(backend: GatewayBackend, ops: OpsApp, describe: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
     """All of them. `describe` makes the document of the API."""
     return [
         *(ApiRoute(ops, item) for item in OPS),
-        route(backend, settings, (SERVER_VERSION, version)),
-        route(backend, settings, *((item, ping) for item in PINGS)),
-        route(backend, settings, (LOAD, load)),
-        route(backend, settings, (CLUSTER, cluster)),
-        route(backend, settings, (KEYS, keys)),
+        *_about_itself(backend),
         *page_routes(),
         ApiRoute(DocumentRoute(describe), DOCUMENT),
     ]

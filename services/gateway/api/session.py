@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 
 from services.gateway.api.backend import GatewayBackend
 from services.gateway.core.errors import ClientGone, InvalidParameter, log_failure
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.record import Context
 from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import DeadlineExceeded, QueueFull
@@ -75,11 +74,10 @@ class Turn(Generic[MessageT]):
 class Session(Generic[MessageT]):
     """Of one connection. `prepare`, `show`, `send_end` and `send_message` are its transport's."""
 
-    def __init__(self, backend: GatewayBackend, context: Context, settings: GatewaySettings) -> None:
+    def __init__(self, backend: GatewayBackend, context: Context) -> None:
         """`context`: what holds for all of its generations."""
         self._backend = backend
         self._context = context
-        self._settings = settings
         self._sending = asyncio.Lock()
         self._turns: dict[str, Turn[MessageT]] = {}  # unfinished generations by the client's name
         self._tasks = TaskSet()
@@ -131,7 +129,7 @@ class Session(Generic[MessageT]):
             raise InvalidSessionMessage.at(
                 "id", f"'{name}' is the id of a generation that has not ended; choose another.", reason="duplicate_id"
             )
-        if len(self._turns) >= self._settings.max_generations_per_socket:
+        if len(self._turns) >= self._backend.settings.max_generations_per_socket:
             raise QueueFull(
                 f"This connection has {len(self._turns)} generations in flight and may have no more; "
                 "wait for one to end."

@@ -1,16 +1,15 @@
 """POST and DELETE /v1/sessions/{session}/prefill: a session's next turn is prepared while its user types."""
 
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import RouteError
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_session_id
 from services.gateway.intake.prompts.prefill import Prefilled
 from services.gateway.intake.record import Context
@@ -33,11 +32,11 @@ class PrefillCancelled(msgspec.Struct, frozen=True):
     object: Literal["session.prefill"] = "session.prefill"
 
 
-PREFILL = Operation(
+_operation = partial(Operation, tag="Sessions")
+PREFILL = _operation(
     f"POST {PATH}",
     "prefillSession",
     "Computes a conversation ahead of its next turn.",
-    "Sessions",
     "The body is that of a chat completion, or the input of a response (`input`, `previous_response_id`, ...); "
     "fields that concern the answer alone have no effect. 200 when it is computed, 202 while it is under way. A "
     "later one for the session replaces it.",
@@ -54,11 +53,10 @@ PREFILL = Operation(
     query=PrefillQuery,
     errors=GENERATING,
 )
-CANCEL = Operation(
+CANCEL = _operation(
     f"DELETE {PATH}",
     "cancelSessionPrefill",
     "Cancels what a session is preparing.",
-    "Sessions",
     "At this gateway; `DELETE /v1/generations/{id}` ends it at any.",
     response=PrefillCancelled,
 )
@@ -88,6 +86,4 @@ async def cancel(ask: RequestContext) -> PrefillCancelled:
     return PrefillCancelled(session, ask.parts.intake.prefills.cancel(ask.tenant, session))
 
 
-def session_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    """All of them."""
-    return [route(backend, settings, (PREFILL, prefill), (CANCEL, cancel))]
+session_routes = routes_of((PREFILL, prefill), (CANCEL, cancel))

@@ -39,14 +39,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from services.gateway.api.backend import GatewayBackend
+from services.gateway.api.backend import GatewayBackend, RouteMaker
 from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
 from services.gateway.core.asgi import StreamChunk, header, message_writer
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
-from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.core.errors import ClientGone, InvalidParameter, describe, missing, status_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_background, check_flag, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
@@ -81,35 +80,27 @@ _decoder = msgspec.json.Decoder(ClientMessage)
 _encode = msgspec.json.encode
 
 
-class StreamSocket:
-    """A route; each connection is one of its `kind`."""
-
-    def __init__(
-        self,
-        backend: GatewayBackend,
-        settings: GatewaySettings,
-        metrics: GatewayMetrics,
-        kind: "type[WebSocketSession] | None" = None,
-    ) -> None:
-        """`kind`: None for `WebSocketSession`."""
-        self._kind = kind or WebSocketSession
+class _StreamSocket:
+    def __init__(self, backend: GatewayBackend, kind: "type[WebSocketSession]") -> None:
+        self._kind = kind
         self._backend = backend
-        self._settings = settings
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         socket = WebSocket(scope, receive, send)
-        progress = header(scope, b"x-ryzanstein-progress")
         context = Context(
             scope["state"]["request_id"],
             check_session_id(header(scope, b"x-session-id")),
             tenant=scope["state"]["principal"].tenant,
             principal=scope["state"]["principal"],
-            return_progress=progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
+            return_progress=check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
         )
         await socket.accept()
-        connection = self._kind(socket, self._backend, context, self._settings, self._metrics)
-        await connection.serve()
+        await self._kind(socket, self._backend, context).serve()
+
+
+def socket_routes(path: str, kind: "type[WebSocketSession]") -> RouteMaker:
+    """Makes a route whose connections are of that `kind`."""
+    return lambda backend: [WebSocketRoute(path, _StreamSocket(backend, kind))]
 
 
 class WebSocketSession(Session[ClientMessage]):
@@ -117,16 +108,8 @@ class WebSocketSession(Session[ClientMessage]):
 
     route = ROUTE
 
-    def __init__(
-        self,
-        socket: WebSocket,
-        backend: GatewayBackend,
-        context: Context,
-        settings: GatewaySettings,
-        metrics: GatewayMetrics,
-    ) -> None:
-        super().__init__(backend, context, settings)
-        self._metrics = metrics
+    def __init__(self, socket: WebSocket, backend: GatewayBackend, context: Context) -> None:
+        super().__init__(backend, context)
         self._socket = socket
         self._write_messages = message_writer(socket.scope)
         # The trace that the handshake names.
@@ -193,7 +176,8 @@ class WebSocketSession(Session[ClientMessage]):
         context = msgspec.structs.replace(
             self._context,
             background=check_background(
-                None if message.background is None else f"{message.background:f}", self._settings.background_limit
+                None if message.background is None else f"{message.background:f}",
+                self._backend.settings.background_limit,
             ),
             key=check_idempotency_key(message.idempotency_key),
             after=after,
@@ -223,7 +207,7 @@ class WebSocketSession(Session[ClientMessage]):
             return
         status = 200 if error is None else status_of(ClientGone() if isinstance(error, GenerationCancelled) else error)
         model = turn.run.model if turn.run else ""
-        self._metrics.answered(self.route, model, status, time.perf_counter() - turn.began, error)
+        self._backend.metrics.answered(self.route, model, status, time.perf_counter() - turn.began, error)
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         message: dict[str, Any] = {"type": "done", "id": name}
@@ -252,9 +236,7 @@ def _check(message: ClientMessage) -> None:
     """Raises `InvalidParameter` where it lacks what it names its generation by."""
     needed = "generation" if message.type == "attach" else "request"
     if not (message.generation if message.type == "attach" else bytes(message.request)):
-        raise InvalidParameter(
-            f"Missing required parameter: '{needed}'.", param=needed, reason="missing_required_parameter"
-        )
+        raise missing(needed)
 
 
 def _id_in(text: str | bytes) -> str | None:

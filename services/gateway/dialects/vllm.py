@@ -1,20 +1,17 @@
 """What vLLM has beside OpenAI's API: /tokenize, /detokenize, /tokenizer_info, and one path for all bodies."""
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.dialect import Dialect, routes_of
-from services.gateway.api.generating import CompletionsRoute
-from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.dialect import Dialect
+from services.gateway.api.generating import completions
+from services.gateway.api.openapi.operation import Operation, generating
 from services.gateway.intake.prompts.chat import rendered
 from services.gateway.intake.rules import OneOf, Ruled
 from services.gateway.intake.sampling.params import check_token_ids
@@ -81,51 +78,44 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
+_tokens = partial(Operation, tag="Tokens", errors=(404,))
 TOKENIZE = tuple(
-    Operation(
+    _tokens(
         f"POST {prefix}/tokenize",
         name,
         "The tokens of a prompt or a conversation, as in vLLM.",
-        "Tokens",
         request=TokenizeRequest,
         example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"},
         response=Tokenized,
-        errors=(404,),
     )
     for prefix, name in (("", "tokenize"), ("/v1", "createTokens"))
 )
 DETOKENIZE = tuple(
-    Operation(
+    _tokens(
         f"POST {prefix}/detokenize",
         name,
         "The text of tokens, as in vLLM.",
-        "Tokens",
         request=DetokenizeRequest,
         example={"model": "SmolLM2-135M-Instruct", "tokens": [1, 2]},
         response=Detokenized,
-        errors=(404,),
     )
     for prefix, name in (("", "detokenize"), ("/v1", "createText"))
 )
 TOKENIZER_INFO = tuple(
-    Operation(
+    _tokens(
         f"GET {prefix}/tokenizer_info",
         name,
         "The configuration of a model's tokenizer, as in vLLM.",
-        "Tokens",
         response=TokenizerInfo,
         query=ModelQuery,
-        errors=(404,),
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 async def tokenize(ask: RequestContext) -> Tokenized:
     intake = await ask.counted()
-    request = decode(await ask.body(ask.settings.body_limit), _tokenize_decoder)
+    request = await ask.decoded(TokenizeRequest, ask.settings.body_limit)
     check_fields(request)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     tokens = await _tokens_of(request, card, tokenizer)
@@ -153,7 +143,7 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
 
 async def detokenize(ask: RequestContext) -> Detokenized:
     intake = await ask.counted()
-    request = decode(await ask.body(ask.settings.body_limit), _detokenize_decoder)
+    request = await ask.decoded(DetokenizeRequest, ask.settings.body_limit)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     check_token_ids("tokens", request.tokens, card.vocab_size)
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
@@ -165,11 +155,10 @@ async def tokenizer_info(ask: RequestContext) -> bytes:
     return tokenizer.info
 
 
-INVOCATIONS = Operation(
+INVOCATIONS = generating(
     "POST /invocations",
     "invoke",
     "Dispatches by the fields of the body, as in SageMaker and vLLM.",
-    "Chat",
     "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
     "embeddings. Each as at its own path.",
     request=ChatCompletionRequest,
@@ -180,18 +169,18 @@ INVOCATIONS = Operation(
     },
     response=shapes.ChatCompletion,
     events=(shapes.ChatCompletionChunk,),
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
+    tag="Chat",
 )
 
 
-def _routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    return [
-        ApiRoute(CompletionsRoute("invocations", backend, settings), INVOCATIONS),
-        *(route(backend, settings, (item, tokenize)) for item in TOKENIZE),
-        *(route(backend, settings, (item, detokenize)) for item in DETOKENIZE),
-        *(route(backend, settings, (item, tokenizer_info)) for item in TOKENIZER_INFO),
-    ]
-
-
-VLLM = Dialect("vllm", routes_of(_routes))
+VLLM = Dialect(
+    "vllm",
+    (
+        completions("invocations", INVOCATIONS),
+        routes_of(
+            *((one, tokenize) for one in TOKENIZE),
+            *((one, detokenize) for one in DETOKENIZE),
+            *((one, tokenizer_info) for one in TOKENIZER_INFO),
+        ),
+    ),
+)

@@ -168,14 +168,13 @@ class Files:
     async def publish(self, record: FileRecord) -> FileRecord:
         """From now on it is seen."""
         record = msgspec.structs.replace(record, status="processed", nuid="")
-        await self._records.put(record.tenant, record.id, record)
-        self._held.note(tenant_key(record.tenant, record.id), _held(record))
+        await self.note(record)
         return record
 
     # --- uploads in parts (`uploads.py`) -----------------------------------------------------------
 
     async def note(self, record: FileRecord) -> None:
-        """Writes the record of what nobody sees."""
+        """Writes the record, of what nobody sees where it is being uploaded."""
         await self._records.put(record.tenant, record.id, record)
         self._held.note(tenant_key(record.tenant, record.id), _held(record))
 
@@ -334,10 +333,11 @@ def _over(record: FileRecord, now: float) -> bool:
 ANCHOR = "created_at"
 
 
-def expiry(anchor: str | None, seconds: int | None, param: str) -> float:
-    """Seconds of an expiration policy, 0 where there is none. Raises `InvalidParameter`."""
+def expiry(anchor: str | None, seconds: int | None, param: str, purpose: str) -> float:
+    """Seconds of an expiration policy, 0 where there is none: a file goes by its purpose then. Raises
+    `InvalidParameter`."""
     if anchor is None and seconds is None:
-        return 0.0
+        return BATCH_EXPIRY if purpose == "batch" else 0.0
     if anchor != ANCHOR:
         raise InvalidParameter(
             f"Invalid value for '{param}.anchor': supported values are: '{ANCHOR}'.", param=f"{param}.anchor"

@@ -25,9 +25,9 @@ def check_session_id(value: str | None) -> str:
     return _checked_header(value, SESSION_ID, "X-Session-ID", "1 to 256 printable ASCII characters")
 
 
-def check_flag(value: str, name: str) -> bool:
-    """A header that is true or false. Raises `InvalidParameter`."""
-    given = value.lower() or "false"
+def check_flag(value: str | None, name: str) -> bool:
+    """A header that is true or false; left out or empty: false. Raises `InvalidParameter`."""
+    given = (value or "false").lower()
     if given not in ("true", "false"):
         raise InvalidParameter(f"Invalid header '{name}': expected true or false.", param=name, reason="invalid_header")
     return given == "true"

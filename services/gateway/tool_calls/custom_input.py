@@ -7,10 +7,12 @@ Models know functions alone, so a custom tool is a function of one text (`schema
 anything else than that one text is shown as it writes: nothing of a call is lost.
 """
 
+import json
 import re
 
+from services.gateway.tool_calls.parsers.scanner import clean
+
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')  # what stands before the text
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
 _EXPECTED = '{"input":"'
 
 
@@ -82,10 +84,7 @@ def _is_high(digits: str) -> bool:
 
 
 def _unescaped(escape: str) -> str:
-    if escape[1] != "u":
-        return _ESCAPES.get(escape[1], escape)
     try:
-        units = b"".join(int(digits, 16).to_bytes(2, "big") for digits in escape.split("\\u")[1:])
+        return clean(json.loads(f'"{escape}"'))
     except ValueError:
         return escape
-    return units.decode("utf-16-be", errors="replace")

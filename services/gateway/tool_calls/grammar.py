@@ -133,33 +133,13 @@ def form_of(family: str, variant: str) -> Form:
     return VARIANTS.get((family, variant)) or _FORMS[family]
 
 
-def _json(arguments: str) -> Callable[[CallGrammarSource], str]:
-    def call(source: CallGrammarSource) -> str:
-        return source.around(f'{{"name": "{source.function.name}", "{arguments}": ', "}")
-
-    return call
+def _written(before: str, after: str = "") -> Callable[[CallGrammarSource], str]:
+    """The arguments as JSON between two texts, the first of which has the function's name for NAME."""
+    return lambda source: source.around(before.replace("NAME", source.function.name), after)
 
 
-def _cohere(source: CallGrammarSource) -> str:
-    before = f'{{"tool_call_id": "0", "tool_name": "{source.function.name}", "parameters": '
-    return source.around(before, "}")
-
-
-def _apertus(source: CallGrammarSource) -> str:
-    return source.around(f'{{"{source.function.name}": ', "}")
-
-
-def _fenced(source: CallGrammarSource) -> str:
-    begin = f"function{DEEPSEEK.separator}{source.function.name}\n```json\n"
-    return source.around(begin, f"\n```{DEEPSEEK.end_of_call}")
-
-
-def _separated(source: CallGrammarSource) -> str:
-    return source.around(source.function.name + DEEPSEEK.separator, DEEPSEEK.end_of_call)
-
-
-def _named(source: CallGrammarSource) -> str:
-    return source.around(source.function.name + marked.ARGS, "")
+_ARGUMENTS = _written('{"name": "NAME", "arguments": ', "}")
+_PARAMETERS = _written('{"name": "NAME", "parameters": ', "}")
 
 
 class _Parameter(NamedTuple):
@@ -286,11 +266,6 @@ def _kimi(source: CallGrammarSource) -> str:
     return f"{begin} /[0-9]{{1,2}}/ {source.around(KIMI.separator, KIMI.end_of_call)}"
 
 
-def _harmony(source: CallGrammarSource) -> str:
-    header = f"{harmony.PREFIX}{source.function.name} {harmony.CONSTRAIN}json{harmony.MESSAGE}"
-    return source.around(header, "")
-
-
 def _around(begin: str, end: str, call: Callable[[CallGrammarSource], str]) -> Form:
     """Each call on lines between two markers."""
     return Form(begin, "\n", call, f"\n{end}\n{begin}\n", f"\n{end}")
@@ -298,13 +273,17 @@ def _around(begin: str, end: str, call: Callable[[CallGrammarSource], str]) -> F
 
 _ACTION = f"{marked.ACTION}{marked.PLUGIN}"
 _TO = f"{harmony.CHANNEL}commentary to="
+_COHERE = _written('{"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}")
+_FENCED = _written(f"function{DEEPSEEK.separator}NAME\n```json\n", f"\n```{DEEPSEEK.end_of_call}")
+_SEPARATED = _written(f"NAME{DEEPSEEK.separator}", DEEPSEEK.end_of_call)
+_HARMONY = _written(f"{harmony.PREFIX}NAME {harmony.CONSTRAIN}json{harmony.MESSAGE}")
 _FORMS: Mapping[str, Form] = {
-    "hermes": _around(marked.TOOL_CALL, marked.END_OF_TOOL_CALL, _json("arguments")),
-    "granite": Form(marked.GRANITE_CALL, "[", _json("arguments"), ", ", "]"),
-    "granite-20b-fc": Form(marked.FUNCTION_CALL, " ", _json("arguments"), f" {marked.FUNCTION_CALL} "),
-    "mistral": Form(marked.TOOL_CALLS, "[", _json("arguments"), ", ", "]"),
-    "llama3_json": Form("", "", _json("parameters"), "; "),
-    "deepseek": Form(DEEPSEEK.begin, DEEPSEEK.call, _separated, DEEPSEEK.call, DEEPSEEK.end),
+    "hermes": _around(marked.TOOL_CALL, marked.END_OF_TOOL_CALL, _ARGUMENTS),
+    "granite": Form(marked.GRANITE_CALL, "[", _ARGUMENTS, ", ", "]"),
+    "granite-20b-fc": Form(marked.FUNCTION_CALL, " ", _ARGUMENTS, f" {marked.FUNCTION_CALL} "),
+    "mistral": Form(marked.TOOL_CALLS, "[", _ARGUMENTS, ", ", "]"),
+    "llama3_json": Form("", "", _PARAMETERS, "; "),
+    "deepseek": Form(DEEPSEEK.begin, DEEPSEEK.call, _SEPARATED, DEEPSEEK.call, DEEPSEEK.end),
     "deepseek_v32": _blocks(tagged.DEEPSEEK_V32),
     "step3": _blocks(tagged.STEP3, "".join(tagged.STEP3.before), "".join(tagged.STEP3.behind)),
     "minimax_m2": _blocks(tagged.MINIMAX),
@@ -312,27 +291,27 @@ _FORMS: Mapping[str, Form] = {
     "qwen3_coder": _alone(tagged.CODER),
     "glm4": Form(marked.TOOL_CALL, "", _with_pairs(tagged.GLM), f"\n{marked.TOOL_CALL}"),
     "hy_v3": _pair_blocks(tagged.HUNYUAN),
-    "longcat": _around(tagged.LONGCAT.call, tagged.LONGCAT.end_of_call, _json("arguments")),
+    "longcat": _around(tagged.LONGCAT.call, tagged.LONGCAT.end_of_call, _ARGUMENTS),
     "kimi_k2": Form(KIMI.begin, "", _kimi, "", KIMI.end),
-    "openai": Form(_TO, "", _harmony, f"{harmony.CALL}{harmony.START}assistant{_TO}"),
+    "openai": Form(_TO, "", _HARMONY, f"{harmony.CALL}{harmony.START}assistant{_TO}"),
     "gemma4": Form(gemma.GEMMA4.begin, "", _gemma(gemma.GEMMA4), gemma.GEMMA4.begin),
     "functiongemma": Form(gemma.FUNCTION_GEMMA.begin, "", _gemma(gemma.FUNCTION_GEMMA), gemma.FUNCTION_GEMMA.begin),
-    "jamba": Form(marked.CALLS, "[", _json("arguments"), ", ", f"]{marked.END_OF_CALLS}"),
-    "internlm": Form(_ACTION, "\n", _json("parameters"), f"{marked.END_OF_ACTION}\n{_ACTION}\n", marked.END_OF_ACTION),
-    "nemotron_json": Form(marked.NEMOTRON_CALL, "[", _json("arguments"), ", ", f"]{marked.END_OF_NEMOTRON_CALL}"),
-    "cohere_command3": Form(marked.COHERE_CALLS, "[", _cohere, ", ", f"]{marked.END_OF_COHERE_CALLS}"),
-    "apertus": Form(marked.APERTUS_CALLS, "[", _apertus, ", ", f"]{marked.END_OF_APERTUS_CALLS}"),
-    "phi4_mini_json": Form(marked.FUNCTOOLS, "[", _json("arguments"), ", ", "]"),
+    "jamba": Form(marked.CALLS, "[", _ARGUMENTS, ", ", f"]{marked.END_OF_CALLS}"),
+    "internlm": Form(_ACTION, "\n", _PARAMETERS, f"{marked.END_OF_ACTION}\n{_ACTION}\n", marked.END_OF_ACTION),
+    "nemotron_json": Form(marked.NEMOTRON_CALL, "[", _ARGUMENTS, ", ", f"]{marked.END_OF_NEMOTRON_CALL}"),
+    "cohere_command3": Form(marked.COHERE_CALLS, "[", _COHERE, ", ", f"]{marked.END_OF_COHERE_CALLS}"),
+    "apertus": Form(marked.APERTUS_CALLS, "[", _written('{"NAME": ', "}"), ", ", f"]{marked.END_OF_APERTUS_CALLS}"),
+    "phi4_mini_json": Form(marked.FUNCTOOLS, "[", _ARGUMENTS, ", ", "]"),
     "pythonic": Form("", "[", _pythonic, ", ", "]"),
-    "xlam": Form("", "[", _json("arguments"), ", ", "]"),
+    "xlam": Form("", "[", _ARGUMENTS, ", ", "]"),
 }
 VARIANTS: Mapping[tuple[str, str], Form] = {
     ("deepseek_v32", "v4"): _blocks(tagged.DEEPSEEK_V4),
     ("glm4", "inline"): Form(marked.TOOL_CALL, "", _with_pairs(tagged.GLM, ""), marked.TOOL_CALL),
-    ("jamba", "lines"): Form(marked.CALLS, "\n", _json("arguments"), "\n", f"\n{marked.END_OF_CALLS}"),
+    ("jamba", "lines"): Form(marked.CALLS, "\n", _ARGUMENTS, "\n", f"\n{marked.END_OF_CALLS}"),
     ("longcat", "pairs"): Form(tagged.LONGCAT.call, "", _with_pairs(tagged.LONGCAT), f"\n{tagged.LONGCAT.call}"),
-    ("mistral", "named"): Form(marked.TOOL_CALLS, "", _named, marked.TOOL_CALLS),
-    ("deepseek", "fenced"): Form(DEEPSEEK.begin, DEEPSEEK.call, _fenced, "\n" + DEEPSEEK.call, DEEPSEEK.end),
+    ("mistral", "named"): Form(marked.TOOL_CALLS, "", _written(f"NAME{marked.ARGS}"), marked.TOOL_CALLS),
+    ("deepseek", "fenced"): Form(DEEPSEEK.begin, DEEPSEEK.call, _FENCED, "\n" + DEEPSEEK.call, DEEPSEEK.end),
 }
 
 
@@ -354,7 +333,7 @@ class Calling(NamedTuple):
 def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar:
     """One call or more, and nothing else but the reasoning before them."""
     rules = Rules()
-    before = _before_calls(rules, calling, reasoning, opened=opened)
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
     rules.add("start", joined(before, "calls"))
     rules.add("calls", _calls(rules, calling, checked_all=True))
     return Grammar("lark", rules.text())
@@ -369,7 +348,7 @@ def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar |
     if not form.trigger or any(text in form.trigger != text for text in calling.specials):
         return None
     rules = Rules()
-    before = _before_calls(rules, calling, reasoning, opened=opened)
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
     rules.add("start", joined(before, "(until_calls behind_trigger)* free"))
     attributes, body = up_to(form.trigger, calling.specials)
     rules.add("until_calls", body, attributes)
@@ -382,7 +361,7 @@ def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar |
 def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool) -> Grammar:
     """Calls, or what the client wants the answer to look like. Raises `InvalidParameter`."""
     rules = Rules()
-    before = _before_calls(rules, calling, reasoning, opened=opened)
+    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
     begin = literal(REASONING[reasoning].before_answer, calling.specials) if reasoning else NOTHING
     rules.add("start", joined(before, f"(calls | {joined(begin, 'answer')})"))
     rules.add("calls", _calls(rules, calling, checked_all=False))
@@ -392,9 +371,9 @@ def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool)
 
 def behind_reasoning(answer: Grammar, reasoning: str, specials: Specials, *, opened: bool = True) -> Grammar:
     """`answer` behind the reasoning, in which the prompt ends where it is `opened`. Raises `InvalidParameter`."""
-    rules, marks = Rules(), REASONING[reasoning]
-    before = _reasoning(rules, specials, reasoning, opened=opened, behind=marks.before_calls)
-    rules.add("start", joined(before, literal(marks.before_answer, specials), "answer"))
+    rules = Rules()
+    before = _reasoning(rules, specials, reasoning, opened=opened)
+    rules.add("start", joined(before, literal(REASONING[reasoning].before_answer, specials), "answer"))
     rules.add("answer", _answer(answer))
     return Grammar("lark", rules.text())
 
@@ -414,8 +393,8 @@ def _answer(answer: Grammar) -> str:
     )
 
 
-def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool, behind: str = "") -> str:
-    """Reasoning up to its end, and `behind` or white space; optional unless it has begun."""
+def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool) -> str:
+    """Reasoning up to its end, and what stands between it and calls, or white space; optional unless it has begun."""
     if not name:
         return NOTHING
     marks = REASONING[name]
@@ -423,13 +402,8 @@ def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool, beh
     attributes, body = up_to(own.get(marks.end, marks.end), specials)
     rules.add("thoughts", body, attributes)
     rules.add("SPACE", r"/\s*/")
-    thoughts = joined("thoughts", literal(behind, specials) if behind else "SPACE")
+    thoughts = joined("thoughts", literal(marks.before_calls, specials) if marks.before_calls else "SPACE")
     return thoughts if opened else f"({literal(own.get(marks.begin, marks.begin), specials)} {thoughts})?"
-
-
-def _before_calls(rules: Rules, calling: Calling, name: str, *, opened: bool) -> str:
-    behind = REASONING[name].before_calls if name else ""
-    return _reasoning(rules, calling.specials, name, opened=opened, behind=behind)
 
 
 def _calls(rules: Rules, calling: Calling, *, checked_all: bool) -> str:

@@ -156,17 +156,12 @@ class _Stage:
     def __init__(self, scan: Scanner, steps: Steps[None]) -> None:
         self._scan = scan
         self._steps = steps
-        self._done = False
 
     def feed(self, text: str, *, last: bool) -> list[Event]:
         self._scan.add(text)
         if last:
             self._scan.end()
-        if not self._done:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._done = True
+        next(self._steps, None)
         if last:
             self._scan.last_space()
         return self._scan.take()

@@ -1,12 +1,13 @@
 """Fine-tuning jobs, their events and checkpoints as OpenAI shows them, and what their models are called. Pure."""
 
 import hashlib
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
+from services.gateway.training.requests import SETTINGS
 from services.gateway.training.states import ID
 from shared.messages.registry import AdapterRecord
-from shared.messages.training import TrainedAdapter, TrainingEvent, TrainingJob, TrainingMetrics
+from shared.messages.training import MAX_EVENT_MESSAGE, TrainedAdapter, TrainingEvent, TrainingJob, TrainingMetrics
 
 ID_DIGITS = 12  # of a job's id, in the name of its model
 # Characters of them in a model's name: longer ones are cut, and end with a digest of the whole.
@@ -88,18 +89,12 @@ def job_object(job: TrainingJob) -> dict[str, Any]:
             "dropout": job.hyperparameters.dropout,
             "target_modules": job.hyperparameters.targets or "all-linear",
         },
-        "settings": {
-            name: getattr(job.hyperparameters, name)
-            for name in (
-                "max_tokens", "truncate", "schedule", "warmup_ratio", "weight_decay", "max_grad_norm", "optimizer",
-                "replicas",
-            )
-        },
+        "settings": {name: getattr(job.hyperparameters, name) for name in SETTINGS},
         "progress": _progress(job),
         "wanted": job.wanted,
         "waiting_for": job.waiting_for or None,
         "started_at": int(job.started_at) or None,
-    }  # fmt: skip
+    }
 
 
 def _hyperparameters(job: TrainingJob) -> dict[str, Any]:
@@ -168,6 +163,22 @@ def event_object(key: str, event: TrainingEvent, steps: int) -> dict[str, Any]:
         "type": "message" if event.metrics is None else "metrics",
         "data": data,
     }
+
+
+def event_of(
+    job: TrainingJob,
+    kind: str,
+    message: str,
+    now: float,
+    *,
+    level: Literal["info", "warn", "error"] = "info",
+    step: int | None = None,
+    data: dict[str, Any] | None = None,
+) -> TrainingEvent:
+    """What a gateway says of a job. `step`: None for that of its last metrics."""
+    if step is None:
+        step = 0 if job.metrics is None else job.metrics.step
+    return TrainingEvent(job.id, step, kind, level, message[:MAX_EVENT_MESSAGE], now, data=data or {})
 
 
 def checkpoint_object(job: TrainingJob, adapter: TrainedAdapter) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -29,6 +29,7 @@ from services.gateway.jobs.leases import JobLease, Jobs
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.training import states
+from services.gateway.training.objects import event_of
 from services.gateway.training.settings import FineTuningSettings
 from services.gateway.training.storage import TrainingStorage
 from services.gateway.training.tokenization import BaseModelTokenizer, TokenizedFile, TrainingFileReader
@@ -43,7 +44,6 @@ from shared.errors import (
 )
 from shared.messages import ModelCard
 from shared.messages.training import (
-    MAX_EVENT_MESSAGE,
     Examples,
     TokenizedData,
     TrainingData,
@@ -107,8 +107,9 @@ class FilePreparation:
         self._places = asyncio.Semaphore(AT_ONCE)
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def prepare(self, lease: JobLease[TrainingJob], job: TrainingJob) -> None:
+    async def prepare(self, lease: JobLease[TrainingJob]) -> None:
         """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
+        job = lease.job
         try:
             base = await self._base(lease)
             if lease.job.waiting_for:
@@ -253,9 +254,10 @@ class FilePreparation:
         job, faults = lease.job, failed.faults
         for number, fault in enumerate(faults.found if faults is not None else [], 1):
             detail = {"file": failed.error.param, **msgspec.structs.asdict(fault)}
-            event = _event(job, "file_fault", "error", sentence(fault), detail)
+            event = event_of(job, "file_fault", sentence(fault), time.time(), level="error", data=detail)
             await self._events.add(job.tenant, event, number)
-        await self._events.add(job.tenant, _event(job, "job_failed", "error", failed.error.message))
+        event = event_of(job, "job_failed", failed.error.message, time.time(), level="error")
+        await self._events.add(job.tenant, event)
         await lease.write(lambda job: states.failed(job, time.time(), failed.error))
         log.info(
             "fine_tuning_files_refused",
@@ -301,7 +303,7 @@ def tokenized(job: TrainingJob, files: Sequence[Dataset], size: int = 0) -> Toke
 def _begun(job: TrainingJob) -> list[TrainingEvent]:
     named = (("training file", job.training_file), ("validation file", job.validation_file))
     return [
-        _event(job, f"validating_{words.replace(' ', '_')}", "info", f"Validating {words}: {name}")
+        event_of(job, f"validating_{words.replace(' ', '_')}", f"Validating {words}: {name}", time.time())
         for words, name in named
         if name
     ]
@@ -318,8 +320,8 @@ def validation_events(job: TrainingJob, files: Sequence[TokenizedFile], counts: 
         message += f" The validation file has {counts.validation_examples:,} with {counts.validation_tokens:,} tokens."
     hidden = ("object_name", "bytes")
     data = {name: value for name, value in msgspec.structs.asdict(counts).items() if name not in hidden}
-    events.append(_event(job, "files_checked", "info", message, data))
-    events.append(_event(job, "job_queued", "info", "Files validated, moving job to queued state."))
+    events.append(event_of(job, "files_checked", message, time.time(), data=data))
+    events.append(event_of(job, "job_queued", "Files validated, moving job to queued state.", time.time()))
     return events
 
 
@@ -347,14 +349,4 @@ def _remarks(job: TrainingJob, file: TokenizedFile) -> list[TrainingEvent]:
                 f"before answers such as those of the {words}: it learns to begin them without.",
             )
         )
-    return [_event(job, f"{param}_{kind}", "warn", message) for kind, message in found]
-
-
-def _event(
-    job: TrainingJob,
-    kind: str,
-    level: Literal["info", "warn", "error"],
-    message: str,
-    data: dict[str, Any] | None = None,
-) -> TrainingEvent:
-    return TrainingEvent(job.id, 0, kind, level, message[:MAX_EVENT_MESSAGE], time.time(), data=data or {})
+    return [event_of(job, f"{param}_{kind}", message, time.time(), level="warn") for kind, message in found]

@@ -13,7 +13,7 @@ done. An adapter is its tenant's alone.
 
 import contextlib
 import time
-from typing import Literal
+from typing import Any
 
 import structlog
 
@@ -22,18 +22,11 @@ from services.gateway.core.errors import QuotaExceeded, RouteError
 from services.gateway.files.files import Files
 from services.gateway.jobs.leases import JobLease
 from services.gateway.training import states
-from services.gateway.training.objects import adapter_record, checkpoint_name, model_name
+from services.gateway.training.objects import adapter_record, checkpoint_name, event_of, model_name
 from services.gateway.training.preparation import object_name
 from shared.errors import StorageFull
 from shared.messages.batches import FileRecord
-from shared.messages.training import (
-    MAX_EVENT_MESSAGE,
-    TRAINING_OVER,
-    TrainedAdapter,
-    TrainingError,
-    TrainingEvent,
-    TrainingJob,
-)
+from shared.messages.training import TRAINING_OVER, TrainedAdapter, TrainingError, TrainingJob
 from shared.nats.objects import MissingObject, Objects
 from shared.nats.training import TrainingEvents, clear_objects
 
@@ -163,17 +156,6 @@ class Publication:
             await self._adapters.release_job(job.id)
         await lease.write(states.cleaned)
 
-    async def _say(
-        self,
-        job: TrainingJob,
-        kind: str,
-        message: str,
-        *,
-        step: int | None = None,
-        level: Literal["info", "warn", "error"] = "info",
-    ) -> None:
-        if step is None:
-            step = 0 if job.metrics is None else job.metrics.step
-        await self._events.add(
-            job.tenant, TrainingEvent(job.id, step, kind, level, message[:MAX_EVENT_MESSAGE], time.time())
-        )
+    async def _say(self, job: TrainingJob, kind: str, message: str, **more: Any) -> None:
+        """`more`: as of `event_of`."""
+        await self._events.add(job.tenant, event_of(job, kind, message, time.time(), **more))

@@ -84,6 +84,12 @@ class FineTuningCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = 1  # hosts that train it side by side
 
 
+# Its fields that a job keeps and shows by the same names.
+SETTINGS = (
+    "max_tokens", "truncate", "schedule", "warmup_ratio", "weight_decay", "max_grad_norm", "optimizer", "replicas"
+)  # fmt: skip
+
+
 def method_of(wanted: FineTuningCreate) -> TrainingMethod:
     """Raises `InvalidParameter` for what is not there."""
     method = wanted.method
@@ -139,14 +145,7 @@ def hyperparameters_of(wanted: FineTuningCreate) -> Hyperparameters:
         alpha=lora.alpha or 0.0,
         dropout=lora.dropout,
         targets=lora.target_modules,
-        max_tokens=wanted.max_tokens,
-        truncate=wanted.truncate,
-        schedule=wanted.schedule,
-        warmup_ratio=wanted.warmup_ratio,
-        weight_decay=wanted.weight_decay,
-        max_grad_norm=wanted.max_grad_norm,
-        optimizer=wanted.optimizer,
-        replicas=wanted.replicas,
+        **{name: getattr(wanted, name) for name in SETTINGS},
     )
 
 

@@ -1,15 +1,15 @@
 """Does for a fine-tuning job what a gateway has to do, under its lease: first its files are checked, later what a host
 has trained is published. Each is repeated as a whole by whoever takes the job over.
 
-    validating_files ── Preparation.prepare ──▶ queued | failed
+    validating_files ── FilePreparation.prepare ──▶ queued | failed
     an adapter without a name, a result, nothing more to do ── Publication.publish ──▶ registered, succeeded, clean
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 PREPARED_AT_ONCE = 32
 PUBLISHED_AT_ONCE = 8
 BROKER_PAUSE = 0.5  # seconds before a step is tried again whose failure could not even be written
+# Does what is to be done for a job. Raises `LeaseLost`, and `RyzansteinError` where it is tried again.
+Step = Callable[[JobLease[TrainingJob]], Coroutine[Any, Any, None]]
 TRAITS = JobTraits[TrainingJob](
     "fine_tuning_job",
     "fine-tuning jobs",
@@ -44,14 +46,6 @@ def fine_tuning_jobs(bus: Bus, most: int) -> Jobs[TrainingJob]:
     """`most`: jobs of a tenant that are not over."""
     events = TrainingEvents(bus)
     return Jobs(TRAITS, training_jobs(bus), most, lambda job: events.clear(job.tenant, job.id))
-
-
-class Preparation(Protocol):
-    """Checks a job's files."""
-
-    async def prepare(self, lease: JobLease[TrainingJob], job: TrainingJob) -> None:
-        """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
-        ...
 
 
 class FineTuningMetrics:
@@ -73,12 +67,7 @@ class FineTuningMetrics:
 class TrainingRunner:
     """One job under one lease."""
 
-    def __init__(
-        self,
-        lease: JobLease[TrainingJob],
-        needs: Callable[[TrainingJob], bool],
-        step: Callable[[JobLease[TrainingJob]], Awaitable[None]],
-    ) -> None:
+    def __init__(self, lease: JobLease[TrainingJob], needs: Callable[[TrainingJob], bool], step: Step) -> None:
         """`step` does what `needs` finds to be done, or raises `RyzansteinError` to be tried again."""
         self._lease = lease
         self._needs = needs
@@ -111,11 +100,7 @@ class TrainingRunner:
 
     async def _work(self) -> None:
         """The step, unless it becomes needless."""
-
-        async def step() -> None:
-            await self._step(self._lease)
-
-        self._working = asyncio.create_task(step())
+        self._working = asyncio.create_task(self._step(self._lease))
         try:
             await asyncio.wait([self._working])
         finally:
@@ -138,30 +123,18 @@ class TrainingRunner:
             self._working.cancel()
 
 
-def preparing(
-    preparation: Preparation, metrics: FineTuningMetrics, places: int = PREPARED_AT_ONCE
-) -> RunnerSpec[TrainingJob]:
+def preparing(prepare: Step, metrics: FineTuningMetrics) -> RunnerSpec[TrainingJob]:
     """How this gateway checks the files of jobs."""
-
-    async def prepare(lease: JobLease[TrainingJob]) -> None:
-        await preparation.prepare(lease, lease.job)
-
-    return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics)
+    return _work(states.needs_preparation, prepare, PREPARED_AT_ONCE, metrics.preparing, metrics)
 
 
-def publishing(
-    publish: Callable[[JobLease[TrainingJob]], Awaitable[None]], metrics: FineTuningMetrics
-) -> RunnerSpec[TrainingJob]:
+def publishing(publish: Step, metrics: FineTuningMetrics) -> RunnerSpec[TrainingJob]:
     """How this gateway publishes what jobs have made."""
     return _work(states.needs_publication, publish, PUBLISHED_AT_ONCE, metrics.publishing, metrics)
 
 
 def _work(
-    needs: Callable[[TrainingJob], bool],
-    step: Callable[[JobLease[TrainingJob]], Awaitable[None]],
-    places: int,
-    running: Gauge,
-    metrics: FineTuningMetrics,
+    needs: Callable[[TrainingJob], bool], step: Step, places: int, running: Gauge, metrics: FineTuningMetrics
 ) -> RunnerSpec[TrainingJob]:
     return RunnerSpec(
         needs,

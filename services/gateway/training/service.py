@@ -7,9 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
-
-import msgspec
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from services.gateway.auth.authenticator import Principal
 from services.gateway.core.catalog import Catalog
@@ -18,7 +16,7 @@ from services.gateway.core.pagination import page
 from services.gateway.files.files import Files
 from services.gateway.jobs.leases import Jobs, fingerprint, job_id
 from services.gateway.training import states
-from services.gateway.training.objects import checkpoint_id, event_id, event_object, published_checkpoints
+from services.gateway.training.objects import checkpoint_id, event_id, event_object, event_of, published_checkpoints
 from services.gateway.training.requests import MAX_SEED, FineTuningCreate, hyperparameters_of, method_of
 from services.gateway.training.storage import TrainingStorage
 from shared import tracing
@@ -32,18 +30,20 @@ from shared.nats.objects import MissingObject
 from shared.nats.training import TrainingEvents
 from shared.tasks import cancel_all
 
+ItemT = TypeVar("ItemT")
+
 PURPOSE = "fine-tune"  # of the files that jobs learn from
 LOOK = 1.0  # seconds of silence after which a stream of events looks whether its job is over
 AHEAD = 64  # events that a stream is told before its client has taken earlier ones
 ADAPTER_FILES = (CONFIG, WEIGHTS)
 
 
-class ListedEvent(msgspec.Struct, frozen=True):
+class _Listed(NamedTuple, Generic[ItemT]):
     """As a page has it."""
 
     id: str
     created_at: float
-    entry: KvEntry[TrainingEvent]
+    item: ItemT
 
 
 def unknown_job(job: str) -> RouteError:
@@ -184,18 +184,16 @@ class FineTuning:
 
     async def say(self, job: TrainingJob, kind: str, message: str) -> None:
         """Writes one of its events."""
-        step = 0 if job.metrics is None else job.metrics.step
-        event = TrainingEvent(job.id, step, kind, "info", message, time.time())
-        await self._events.add(job.tenant, event, job.attempt)
+        await self._events.add(job.tenant, event_of(job, kind, message, time.time()), job.attempt)
 
     async def events(self, job: str, tenant: str, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         """The newest first, and whether there are more."""
         known = await self.get(job, tenant)
         entries = [entry async for entry in self._events.of(tenant, job)]
         entries.sort(key=lambda entry: (entry.value.step, entry.value.created, entry.key))
-        listed = [ListedEvent(event_id(entry.key), float(place), entry) for place, entry in enumerate(entries)]
+        listed = [_Listed(event_id(entry.key), float(place), entry) for place, entry in enumerate(entries)]
         found, more = page(listed, after=after, limit=limit)
-        return [event_object(one.entry.key, one.entry.value, known.steps) for one in found], more
+        return [event_object(one.item.key, one.item.value, known.steps) for one in found], more
 
     async def follow(
         self, job: str, tenant: str, after: int
@@ -246,10 +244,9 @@ class FineTuning:
     ) -> tuple[TrainingJob, list[TrainedAdapter], bool]:
         """The newest first."""
         known = await self.get(job, tenant)
-        made = {checkpoint_id(known, one): one for one in published_checkpoints(known)}
-        listed = [_ListedCheckpoint(name, float(one.step)) for name, one in made.items()]
+        listed = [_Listed(checkpoint_id(known, one), float(one.step), one) for one in published_checkpoints(known)]
         found, more = page(listed, after=after, limit=limit)
-        return known, [made[one.id] for one in found], more
+        return known, [one.item for one in found], more
 
     async def adapter_file(
         self, job: str, tenant: str, file: str, step: int | None
@@ -283,11 +280,6 @@ async def _next(told: "asyncio.Queue[KvEntry[TrainingEvent] | None]") -> KvEntry
         return await asyncio.wait_for(told.get(), LOOK)
     except TimeoutError:
         return None
-
-
-class _ListedCheckpoint(msgspec.Struct, frozen=True):
-    id: str
-    created_at: float
 
 
 # By what its tenant asks for: where its host does it, and where it is done.

@@ -36,7 +36,7 @@ class TrainingRuntime:
         publication = Publication(given.adapters, files, self._events, self._objects)
         # Owners of their own: of one gateway, too, the check of a file has ended before anything is cleaned up.
         self._runners = (
-            Runners(bus, self._jobs, preparing(preparation, metrics), f"{given.instance}/files"),
+            Runners(bus, self._jobs, preparing(preparation.prepare, metrics), f"{given.instance}/files"),
             Runners(bus, self._jobs, publishing(publication.publish, metrics), f"{given.instance}/results"),
         )
 

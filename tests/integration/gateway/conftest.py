@@ -120,7 +120,6 @@ POLLS = (
     "auth.authenticator.LOOK",
     "batches.line_runner.LOOK",
     "core.cold_starts.INTERVAL",
-    "dialects.ollama.residency.LOOK",
     "jobs.runners.TICK",
     "lifecycle.failover.PAUSE",
     "training.runner.BROKER_PAUSE",

@@ -11,11 +11,13 @@ from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.wiring import BatchRuntime
+from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.job_kinds import KINDS, JobKind
 from services.gateway.service import GatewayService
 from services.gateway.training.wiring import TrainingRuntime
 from shared.config import CommonSettings
+from shared.service.endpoints import new_registry
 from tests.integration.gateway.api.grpc.conftest import Client
 from tests.integration.gateway.batches import helpers as batches
 from tests.integration.gateway.conftest import run_gateway
@@ -38,8 +40,8 @@ WORKS = {BatchRuntime: run_batch, TrainingRuntime: check_training_file}  # what 
 
 def paths_of(kind: JobKind) -> set[tuple[str, str]]:
     """Method and path of each of its operations."""
-    backend = GatewayBackend(Authenticator())
-    routes = [made for make in kind.routes for made in make(backend, GatewaySettings())]
+    backend = GatewayBackend(Authenticator(), GatewaySettings(), GatewayMetrics(new_registry()))
+    routes = [made for make in kind.routes for made in make(backend)]
     return {
         (method, re.sub(r"\{.*?\}", "x", route.path))
         for route in routes

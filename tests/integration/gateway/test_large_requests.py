@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
-from services.gateway.dialects.openai.endpoints import CompletionEndpoint
+from services.gateway.dialects.openai.dialect import CompletionEndpoint
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from tests.integration.gateway.fake_ring import MODEL
 

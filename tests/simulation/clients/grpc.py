@@ -110,7 +110,7 @@ class _Call:
 async def serve_grpc(app: Any, scope: Event, receive: Any, send: Any, write: Write) -> None:
     """A ChatSession at the gateway whose application this is."""
     await receive()
-    backend, settings = app._backend, app._settings
+    backend = app._backend
     call = _Call(scope, receive, send, write)
     scheme, _, token = (call.metadata("authorization") or "").partition(" ")
     try:
@@ -123,7 +123,7 @@ async def serve_grpc(app: Any, scope: Event, receive: Any, send: Any, write: Wri
         return
     await send({"type": "websocket.accept"})
     try:
-        await ChatSession(call, backend, settings).serve()  # type: ignore[arg-type]
+        await ChatSession(call, backend).serve()  # type: ignore[arg-type]
     except ClientGone:
         return
 

@@ -12,11 +12,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import RequestContext
-from services.gateway.api.cluster import ClusterState
-from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.core.asgi import header
-from services.gateway.core.pagination import PageQuery
 from shared.service.endpoints import Receive, Scope, Send
 
 # Of what is served; licences and what else lies there is not.
@@ -106,16 +102,3 @@ async def _send(send: Send, status: int, head: Mapping[str, str], body: bytes) -
         headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def cluster(ask: RequestContext) -> ClusterState:
-    """The cluster's state, as this gateway sees it."""
-    ask.answer_headers["cache-control"] = "no-store"
-    return await ask.backend.started.cluster.state(ask.tenant)
-
-
-async def keys(ask: RequestContext) -> ApiKeyList:
-    """Who has keys. Raises `RouteError`, `InvalidParameter`, `BrokerUnavailable`."""
-    ask.check_views_keys()
-    ask.answer_headers["cache-control"] = "no-store"
-    return await ask.backend.started.keys.listed(ask.query(PageQuery))

@@ -16,7 +16,6 @@ from services.gateway.api.grpc.server import GrpcServer, ServerOptions
 from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, log_failure, status_of
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.server.connections import ConnectionLimiter
 from shared.errors import InvalidRequest
 from shared.service.endpoints import Health
@@ -27,17 +26,16 @@ log = structlog.get_logger(__name__)
 
 def make_server(
     backend: GatewayBackend,
-    settings: GatewaySettings,
     health: Callable[[], Health],
-    metrics: GatewayMetrics,
     port: int,
     tls: ssl.SSLContext | None = None,
     door: ConnectionLimiter | None = None,
     calls: Mapping[str, Answer] | None = None,
 ) -> GrpcServer:
     """A server on `port`, not started yet; `calls`: of kinds of jobs. Raises `PortInUse`, `ConfigurationError`."""
+    settings = backend.settings
     methods = {
-        **Inference(backend, settings, calls or {}).methods(),
+        **Inference(backend, calls or {}).methods(),
         **HealthService(health, [SERVICE]).methods(),
         **ReflectionService([SERVICE, HEALTH]).methods(),
     }
@@ -55,7 +53,7 @@ def make_server(
         call.principal = backend.authenticator.authenticate(given)
 
     def on_done(call: GrpcCall) -> None:
-        account(call, call.headers.path if call.headers.path in methods else "other", metrics)
+        account(call, call.headers.path if call.headers.path in methods else "other", backend.metrics)
 
     return GrpcServer(sock, methods, options, on_done, authorize, tls, door)
 

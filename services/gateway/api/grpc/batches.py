@@ -1,13 +1,12 @@
 """SubmitBatch, GetBatch, CancelBatch, ListBatches: the batches of /v1/batches, as protobuf messages."""
 
-from collections.abc import Awaitable, Callable
-
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc import requests
 from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.api.grpc.inference import Answer, unary
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.core.errors import InvalidParameter, RouteError, check_range, convert, missing
@@ -20,53 +19,49 @@ _KEYS_OF = "grpc "
 _WINDOW = "24h"
 
 
-def batch_calls(backend: GatewayBackend) -> dict[str, Callable[[GrpcCall], Awaitable[None]]]:
+def batch_calls(backend: GatewayBackend) -> dict[str, Answer]:
     """The methods by name."""
     made = _BatchMethods(backend)
-    return {"SubmitBatch": made.submit, "GetBatch": made.get, "CancelBatch": made.cancel, "ListBatches": made.listed}
+    return {
+        "SubmitBatch": unary(backend, pb.SubmitBatchRequest, made.submit),
+        "GetBatch": unary(backend, pb.GetBatchRequest, made.get),
+        "CancelBatch": unary(backend, pb.CancelBatchRequest, made.cancel),
+        "ListBatches": unary(backend, pb.ListBatchesRequest, made.listed),
+    }
 
 
 class _BatchMethods:
     def __init__(self, backend: GatewayBackend) -> None:
         self._backend = backend
 
-    async def submit(self, call: GrpcCall) -> None:
-        given = requests.decode(pb.SubmitBatchRequest, call.take())
-        with self._backend.active():
-            key = check_idempotency_key(call.metadata("idempotency-key"))
-            job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
-        await call.send(pb.SubmitBatchResponse(batch=to_message(job)).SerializeToString())
+    async def submit(self, call: GrpcCall, given: pb.SubmitBatchRequest) -> pb.SubmitBatchResponse:
+        key = check_idempotency_key(call.metadata("idempotency-key"))
+        job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
+        return pb.SubmitBatchResponse(batch=to_message(job))
 
-    async def get(self, call: GrpcCall) -> None:
-        given = requests.decode(pb.GetBatchRequest, call.take())
-        with self._backend.active():
-            job = await self._backend.parts.job(Batches).get(_named(given.batch_id), call.principal.tenant)
-        await call.send(pb.GetBatchResponse(batch=to_message(job)).SerializeToString())
+    async def get(self, call: GrpcCall, given: pb.GetBatchRequest) -> pb.GetBatchResponse:
+        job = await self._backend.parts.job(Batches).get(_named(given.batch_id), call.principal.tenant)
+        return pb.GetBatchResponse(batch=to_message(job))
 
-    async def cancel(self, call: GrpcCall) -> None:
-        given = requests.decode(pb.CancelBatchRequest, call.take())
-        with self._backend.active():
-            job = await self._backend.parts.job(Batches).cancel(_named(given.batch_id), call.principal.tenant)
-        await call.send(pb.CancelBatchResponse(batch=to_message(job)).SerializeToString())
+    async def cancel(self, call: GrpcCall, given: pb.CancelBatchRequest) -> pb.CancelBatchResponse:
+        job = await self._backend.parts.job(Batches).cancel(_named(given.batch_id), call.principal.tenant)
+        return pb.CancelBatchResponse(batch=to_message(job))
 
-    async def listed(self, call: GrpcCall) -> None:
-        given = requests.decode(pb.ListBatchesRequest, call.take())
+    async def listed(self, call: GrpcCall, given: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
         size = given.page_size or USUAL
         check_range("page_size", size, 1, MOST)
-        with self._backend.active():
-            await self._backend.parts.intake.count(call.principal, {})
-            batches = self._backend.parts.job(Batches)
-            try:
-                jobs, more = await batches.listed(call.principal.tenant, given.page_token or None, size)
-            except RouteError:
-                raise InvalidParameter.at(
-                    "page_token",
-                    "it is not the next_page_token of a page of your batches; leave it out for the first page.",
-                ) from None
-        page = pb.ListBatchesResponse(
-            batches=[to_message(job) for job in jobs], next_page_token=jobs[-1].id if more else ""
-        )
-        await call.send(page.SerializeToString())
+        await self._backend.parts.intake.count(call.principal, {})
+        try:
+            jobs, more = await self._backend.parts.job(Batches).listed(
+                call.principal.tenant, given.page_token or None, size
+            )
+        except RouteError:
+            raise InvalidParameter.at(
+                "page_token",
+                "it is not the next_page_token of a page of your batches; leave it out for the first page.",
+            ) from None
+        shown = [to_message(job) for job in jobs]
+        return pb.ListBatchesResponse(batches=shown, next_page_token=jobs[-1].id if more else "")
 
     async def _submitted(self, given: pb.SubmitBatchRequest, principal: Principal, key: str) -> BatchJob:
         kind = given.WhichOneof("input")

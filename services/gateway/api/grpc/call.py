@@ -71,18 +71,16 @@ class GrpcCall:
         return self.headers.metadata.get(name)
 
     @property
-    def alive(self) -> bool:
-        """Whether somebody waits for its answer."""
-        return self._ended is None
-
-    @property
     def waiting(self) -> int:
         """Bytes of messages that nobody has taken yet."""
         return self._waiting
 
     def take(self) -> bytes:
-        """The one message of a call that has one; once."""
-        return self._take()
+        """The next of the messages that are there: of a call that has one, that one; once."""
+        message = self._messages.popleft()
+        self._waiting -= len(message) + MESSAGE_BYTES
+        self._hold()
+        return message
 
     async def receive(self) -> bytes | None:
         """The next message; None when there are no more. Raises what `end` was given."""
@@ -96,7 +94,7 @@ class GrpcCall:
                 await self._receiving
             finally:
                 self._receiving = None
-        message = self._take()
+        message = self.take()
         if self._messages:
             await asyncio.sleep(0)  # a read may bring thousands: others have their turns between two
         else:
@@ -221,12 +219,6 @@ class GrpcCall:
         if self._single and len(self._messages) > 1:
             raise self._not_single()
         self._hold()
-
-    def _take(self) -> bytes:
-        message = self._messages.popleft()
-        self._waiting -= len(message) + MESSAGE_BYTES
-        self._hold()
-        return message
 
     def _hold(self) -> None:
         """Tells the connection what is held now."""

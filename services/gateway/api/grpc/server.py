@@ -332,8 +332,6 @@ class GrpcConnection(asyncio.Protocol):
     async def _answer(self, call: GrpcCall, method: RpcMethod) -> None:
         try:
             await method.answer(call)
-        except ClientGone as gone:
-            call.finish(gone)
         except Exception as error:
             call.finish(error)
         else:

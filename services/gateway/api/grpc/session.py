@@ -24,7 +24,7 @@ from services.gateway.api.grpc.requests import decode
 from services.gateway.api.grpc.status import status_message
 from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
 from services.gateway.core.asgi import StreamChunk
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, missing
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
@@ -112,9 +112,9 @@ async def send_events(
 class ChatSession(Session[pb.ChatSessionRequest]):
     """Of one stream."""
 
-    def __init__(self, call: GrpcCall, backend: GatewayBackend, settings: GatewaySettings) -> None:
+    def __init__(self, call: GrpcCall, backend: GatewayBackend) -> None:
         """Raises `InvalidParameter`."""
-        super().__init__(backend, context_of(call, settings), settings)
+        super().__init__(backend, context_of(call, backend.settings))
         self._call = call
 
     async def serve(self) -> None:
@@ -131,11 +131,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         try:
             name, action = check_name(message.id), message.WhichOneof("action")
             if action is None:
-                raise InvalidParameter(
-                    "Missing required parameter: 'action'; send chat, generate, attach or cancel.",
-                    param="action",
-                    reason="missing_required_parameter",
-                )
+                raise missing("action", "chat, generate, attach or cancel")
             if action == "cancel":
                 self.cancel(name)
             else:
@@ -179,7 +175,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
             changes["key"] = check_idempotency_key(message.idempotency_key)
         if message.HasField("background_seconds"):
             shown = f"{message.background_seconds:.6f}"
-            changes["background"] = check_background(shown, self._settings.background_limit)
+            changes["background"] = check_background(shown, self._backend.settings.background_limit)
         if message.HasField("session_id"):
             changes["session"] = check_session_id(message.session_id)
         context = msgspec.structs.replace(self._context, **changes)

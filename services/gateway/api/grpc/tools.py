@@ -12,12 +12,7 @@ Fields = dict[str, Any]
 _object = msgspec.json.Decoder(Fields)
 
 
-def schema_in(text: str, name: str) -> dict[str, Any]:
-    """The JSON Schema that a field has as JSON text. Raises `InvalidParameter`."""
-    return object_in(text, name, "a JSON Schema")
-
-
-def object_in(text: str, name: str, wanted: str) -> dict[str, Any]:
+def object_in(text: str, name: str, wanted: str = "a JSON Schema") -> dict[str, Any]:
     """The object that a field has as JSON text. Raises `InvalidParameter`."""
     try:
         return _object.decode(text)
@@ -50,7 +45,7 @@ def _tool(path: str, tool: pb.Tool) -> Fields:
     function = {
         "name": given.name,
         "description": given.description if given.HasField("description") else None,
-        "parameters": schema_in(text, f"{path}.parameters_json") if text else None,
+        "parameters": object_in(text, f"{path}.parameters_json") if text else None,
         "strict": given.strict if given.HasField("strict") else None,
     }
     return {"type": "function", "function": function}
@@ -105,5 +100,5 @@ def _schema(given: pb.JsonSchema) -> Fields:
     return {
         "name": given.name if given.HasField("name") else _NAME,
         "description": given.description if given.HasField("description") else None,
-        "schema": schema_in(given.schema_json, path),
+        "schema": object_in(given.schema_json, path),
     }

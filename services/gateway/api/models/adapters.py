@@ -2,16 +2,13 @@
 
 import msgspec
 from starlette.responses import PlainTextResponse
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.models.routes import BODY, MANAGING, TAG
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.models.routes import MANAGING, model_operation
 from services.gateway.api.models.shapes import Deleted
-from services.gateway.api.openapi.operation import TEXT, Operation
+from services.gateway.api.openapi.operation import TEXT
 from services.gateway.core.adapters import not_found, not_read
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
 from shared.messages.registry import AdapterRecord
 
 PATH = "/v1/loras"
@@ -59,11 +56,10 @@ class AdapterList(msgspec.Struct, frozen=True):
     data: list[Adapter]
 
 
-LOAD = Operation(
+LOAD = model_operation(
     "POST /v1/load_lora_adapter",
     "loadLoraAdapter",
     "Loads a LoRA adapter, as in vLLM.",
-    TAG,
     "A host of its base reads and checks it; it is then on every replica of the base, and comes back after any "
     "restart." + MANAGING,
     request=LoadAdapter,
@@ -71,35 +67,32 @@ LOAD = Operation(
     response_content={TEXT: {"type": "string"}},
     errors=(404, 409),
 )
-UNLOAD = Operation(
+UNLOAD = model_operation(
     "POST /v1/unload_lora_adapter",
     "unloadLoraAdapter",
     "Unloads a LoRA adapter, as in vLLM; requests that use it finish first.",
-    TAG,
     MANAGING.strip(),
     request=UnloadAdapter,
     example={"lora_name": "sql"},
     response_content={TEXT: {"type": "string"}},
     errors=(404,),
 )
-LIST = Operation(f"GET {PATH}", "listLoras", "The LoRA adapters.", TAG, response=AdapterList)
-GET = Operation(f"GET {PATH}/{{adapter:path}}", "retrieveLora", "One LoRA adapter.", TAG, response=Adapter)
-PUT = Operation(
+LIST = model_operation(f"GET {PATH}", "listLoras", "The LoRA adapters.", response=AdapterList)
+GET = model_operation(f"GET {PATH}/{{adapter:path}}", "retrieveLora", "One LoRA adapter.", response=Adapter)
+PUT = model_operation(
     f"PUT {PATH}/{{adapter:path}}",
     "putLora",
     "Loads a LoRA adapter, or replaces it.",
-    TAG,
     "Running requests keep the adapter that they began with." + MANAGING,
     request=AdapterEntry,
     example={"source": "org/sql-lora", "model": "SmolLM2-135M-Instruct"},
     response=Adapter,
     errors=(404, 409),
 )
-DELETE = Operation(
+DELETE = model_operation(
     f"DELETE {PATH}/{{adapter:path}}",
     "deleteLora",
     "Unloads a LoRA adapter; requests that use it finish first.",
-    TAG,
     MANAGING.strip(),
     response=Deleted,
 )
@@ -107,7 +100,7 @@ DELETE = Operation(
 
 async def load(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _load)
+    request = await ask.decoded(LoadAdapter)
     if not request.lora_name or not request.lora_path:
         raise InvalidParameter(
             "Both 'lora_name' and 'lora_path' must be provided.",
@@ -124,7 +117,7 @@ async def load(ask: RequestContext) -> None:
 
 async def unload(ask: RequestContext) -> None:
     ask.check_manages_models()
-    name = decode(await ask.body(BODY), _unload).lora_name
+    name = (await ask.decoded(UnloadAdapter)).lora_name
     if not name:
         raise InvalidParameter(
             "'lora_name' needs to be provided to unload a LoRA adapter.",
@@ -153,7 +146,7 @@ async def retrieve(ask: RequestContext) -> Adapter:
 
 async def put(ask: RequestContext) -> Adapter:
     ask.check_manages_models()
-    entry = decode(await ask.body(BODY), _entry)
+    entry = await ask.decoded(AdapterEntry)
     record = await ask.parts.adapters.load(ask.named("adapter"), entry.source, entry.model, replace=True)
     return _shown(ask, record)
 
@@ -188,15 +181,6 @@ def _shown(ask: RequestContext, record: AdapterRecord) -> Adapter:
     )
 
 
-_load = msgspec.json.Decoder(LoadAdapter)
-_unload = msgspec.json.Decoder(UnloadAdapter)
-_entry = msgspec.json.Decoder(AdapterEntry)
-
-
-def adapter_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    return [
-        route(backend, settings, (LOAD, load)),
-        route(backend, settings, (UNLOAD, unload)),
-        route(backend, settings, (LIST, list_adapters)),
-        route(backend, settings, (GET, retrieve), (PUT, put), (DELETE, delete)),
-    ]
+adapter_routes = routes_of(
+    (LOAD, load), (UNLOAD, unload), (LIST, list_adapters), (GET, retrieve), (PUT, put), (DELETE, delete)
+)

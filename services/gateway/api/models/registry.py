@@ -2,20 +2,16 @@
 
 import re
 import time
-from typing import Any
 
 import msgspec
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.models.routes import BODY, MANAGING, TAG
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.models.routes import MANAGING, model_operation
 from services.gateway.api.models.shapes import Deleted, Status
-from services.gateway.api.openapi.operation import Operation, Parameter
+from services.gateway.api.openapi.operation import Parameter
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import not_registered
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
 from shared.messages import ModelSettings, ModelSpec, SparseAttention
 
 PATH = "/v1/registry/models"
@@ -75,22 +71,20 @@ IF_MATCH = Parameter(
 IF_NONE_MATCH = Parameter(
     "If-None-Match", "`*`: only where there is no entry of that name; else 412.", {"type": "string", "enum": ["*"]}
 )
-LIST = Operation(
-    f"GET {PATH}", "listRegisteredModels", "The registry.", TAG, MANAGING.strip(), response=RegisteredModels
+LIST = model_operation(
+    f"GET {PATH}", "listRegisteredModels", "The registry.", MANAGING.strip(), response=RegisteredModels
 )
-GET = Operation(
+GET = model_operation(
     f"GET {PATH}/{{model:path}}",
     "retrieveRegisteredModel",
     "One entry; its ETag is the revision.",
-    TAG,
     MANAGING.strip(),
     response=RegisteredModel,
 )
-PUT = Operation(
+PUT = model_operation(
     f"PUT {PATH}/{{model:path}}",
     "registerModel",
     "Adds a model, or replaces its entry.",
-    TAG,
     "All errors are listed at once, in `error.errors`. 409 `model_does_not_fit` if the pinned models need more "
     "memory than the hosts have." + MANAGING,
     request=ModelEntry,
@@ -99,11 +93,10 @@ PUT = Operation(
     parameters=(IF_MATCH, IF_NONE_MATCH),
     errors=(409, 412),
 )
-PATCH = Operation(
+PATCH = model_operation(
     f"PATCH {PATH}/{{model:path}}",
     "changeModel",
     "Changes some fields of an entry.",
-    TAG,
     MANAGING.strip(),
     request_content={"application/json": {"type": "object"}},
     response=RegisteredModel,
@@ -116,11 +109,10 @@ class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: bool = False
 
 
-DELETE = Operation(
+DELETE = model_operation(
     f"DELETE {PATH}/{{model:path}}",
     "unregisterModel",
     "Removes an entry; with `files` the hosts' files too.",
-    TAG,
     "409 while it is pinned." + MANAGING,
     response=Deleted,
     query=DeleteQuery,
@@ -153,7 +145,7 @@ async def retrieve_entry(ask: RequestContext) -> RegisteredModel:
 
 async def put_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
-    fields = decode(await ask.body(BODY), _fields)
+    fields = await ask.decoded(object)
     revision = _revision_of(ask)
     if (absent := header(ask.scope, b"if-none-match")) is not None:
         if absent.strip() != "*":
@@ -168,7 +160,7 @@ async def put_entry(ask: RequestContext) -> RegisteredModel:
 
 async def patch_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
-    fields = decode(await ask.body(BODY), _fields)
+    fields = await ask.decoded(object)
     return _written(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
 
 
@@ -222,11 +214,6 @@ def _shown(spec: ModelSpec, status: Status) -> RegisteredModel:
     )
 
 
-_fields: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-
-
-def registry_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    return [
-        route(backend, settings, (LIST, list_entries)),
-        route(backend, settings, (GET, retrieve_entry), (PUT, put_entry), (PATCH, patch_entry), (DELETE, delete_entry)),
-    ]
+registry_routes = routes_of(
+    (LIST, list_entries), (GET, retrieve_entry), (PUT, put_entry), (PATCH, patch_entry), (DELETE, delete_entry)
+)

@@ -1,27 +1,26 @@
 """OpenAI's /v1/models; llama.cpp's /models, /models/load, /models/unload and /models/sse."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.dialect import ModelView, dialects_of
 from services.gateway.api.models.shapes import Deleted, Done, Model, ModelEvent, ModelList, Models, events_between
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import EventStream, StreamChunk, UntilGone
-from services.gateway.core.errors import describe
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
+from services.gateway.core.asgi import EventStream, StreamChunk, disconnected
+from services.gateway.core.errors import ClientGone, describe
 from shared.errors import Unavailable
 from shared.model_status import ModelStatus
 
-TAG = "Models"
+model_operation = partial(Operation, tag="Models")
 MANAGING = " Requires a key that can manage models, once any key exists."
-BODY = 64 << 10  # bytes of a body that names or describes a model
 # Seconds between two looks at all models for a stream of events: what changes within is one event.
 SETTLE = 0.25
 LOOK = 1.0  # seconds after which a stream looks whether it may go on
@@ -50,42 +49,38 @@ class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="The model's name.")] = ""
 
 
-LIST = Operation(
+LIST = model_operation(
     "GET /v1/models",
     "listModels",
     "Models that are registered or served, loaded or not.",
-    TAG,
     "An alias is an entry of its own, whose `root` is the model. `status` is the state of a model. "
     "With the header `anthropic-version` the answer is Anthropic's list, with its `before_id`, `after_id` and `limit`.",
     response=ModelList,
 )
-MODEL = Operation(
-    "GET /v1/models/{model:path}", "retrieveModel", "One model, also while it is not loaded.", TAG, response=Model
+MODEL = model_operation(
+    "GET /v1/models/{model:path}", "retrieveModel", "One model, also while it is not loaded.", response=Model
 )
-DELETE = Operation(
+DELETE = model_operation(
     "DELETE /v1/models/{model:path}",
     "deleteModel",
     "Removes a model from the registry; running requests finish first.",
-    TAG,
     "409 while it is pinned. Its files stay. A LoRA adapter is unloaded."
     + MANAGING
     + " The model of your own fine-tuning job (`ft:...`) needs no such key.",
     response=Deleted,
     errors=(409, 412),
 )
-ROUTER_LIST = Operation(
+ROUTER_LIST = model_operation(
     "GET /models",
     "models",
     "The same, without entries of aliases, as in llama.cpp's router.",
-    TAG,
     response=ModelList,
     query=ListQuery,
 )
-LOAD = Operation(
+LOAD = model_operation(
     "POST /models/load",
     "loadModel",
     "Loads a model, as in llama.cpp's router.",
-    TAG,
     "Answers when the load has begun; loading a loaded model is no error. 409 if no host has room for it beside "
     "pinned models: the message says which would have to go." + MANAGING,
     request=NamedModel,
@@ -93,11 +88,10 @@ LOAD = Operation(
     response=Done,
     errors=(404, 409),
 )
-UNLOAD = Operation(
+UNLOAD = model_operation(
     "POST /models/unload",
     "unloadModel",
     "Unloads a model, as in llama.cpp's router.",
-    TAG,
     "Running requests finish first, unless `force` is set. It stays unloaded until it is loaded or requested. 409 "
     "while it is pinned." + MANAGING,
     request=UnloadRequest,
@@ -106,11 +100,10 @@ UNLOAD = Operation(
     errors=(404, 409),
 )
 PULL = tuple(
-    Operation(
+    model_operation(
         path,
         name,
         "Downloads a model's files, and loads nothing.",
-        TAG,
         "`GET /models/sse` tells the progress. A name that is not registered is treated as a hub name." + MANAGING,
         request=PullRequest,
         example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
@@ -119,21 +112,19 @@ PULL = tuple(
     )
     for path, name in (("POST /models", "downloadModel"), ("POST /v1/registry/models:pull", "pullModel"))
 )
-ROUTER_DELETE = Operation(
+ROUTER_DELETE = model_operation(
     "DELETE /models",
     "removeModel",
     "Removes a model and its files on the hosts, as in llama.cpp's router.",
-    TAG,
     MANAGING.strip(),
     query=ModelQuery,
     response=Done,
     errors=(404, 409),
 )
-EVENTS = Operation(
+EVENTS = model_operation(
     "GET /models/sse",
     "modelEvents",
     "Events of models as they happen, as in llama.cpp's router.",
-    TAG,
     "Begins with the status of each.",
     events=(ModelEvent,),
 )
@@ -188,35 +179,33 @@ async def router_delete(ask: RequestContext) -> Done:
 
 async def load(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    await ask.parts.management.load(decode(await ask.body(BODY), _named).model)
+    await ask.parts.management.load((await ask.decoded(NamedModel)).model)
     return Done(True)
 
 
 async def unload(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _unload)
+    request = await ask.decoded(UnloadRequest)
     await ask.parts.management.unload(request.model, force=request.force)
     return Done(True)
 
 
 async def pull(ask: RequestContext) -> Done:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _pull)
+    request = await ask.decoded(PullRequest)
     await ask.parts.management.pull(request.model, request.hosts)
     return Done(True)
 
 
 async def stream_events(ask: RequestContext) -> None:
     """Until the client goes, its key is good no longer, or the gateway stops."""
-    gone = asyncio.Event()
     stream = EventStream(ask.send)
     catalog = ask.parts.catalog
     known: dict[str, ModelStatus] = {}
     silent = 0.0
-    with UntilGone(ask.scope, ask.receive, gone.set):
-        try:
-            while not gone.is_set():
-                news = catalog.registry.news
+    try:
+        async with contextlib.aclosing(looks(ask, SETTLE)) as every:
+            async for _ in every:
                 now, after = time.time(), catalog.statuses(SETTLE)
                 found = events_between(known, after, catalog.registry.specs, now)
                 known = after
@@ -226,39 +215,46 @@ async def stream_events(ask: RequestContext) -> None:
                 elif now - silent >= KEEP_ALIVE:
                     await stream.comment()
                     silent = now
-                await _rest(news, gone)
-                ask.backend.check_draining()
-                ask.backend.authenticator.check(ask.principal)
-        except Exception as error:
-            if stream.started:
-                await stream.write([StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
-            raise
+    except ClientGone:
+        return
+    except Exception as error:
+        if stream.started:
+            await stream.write([StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
+        raise
 
 
-async def _rest(news: asyncio.Event, gone: asyncio.Event) -> None:
-    """Until there is something to look at; never at once."""
-    waiting = [asyncio.create_task(news.wait()), asyncio.create_task(gone.wait())]
+async def looks(ask: RequestContext, settle: float) -> AsyncGenerator[None, None]:
+    """One look at the models now, and one whenever something has changed, `settle` seconds after it has. Raises
+    `ClientGone`, `Unavailable` when the gateway stops, `AuthenticationFailed` when the key is good no longer."""
+    gone = asyncio.create_task(disconnected(ask.receive))
+    registry = ask.parts.catalog.registry
     try:
-        await asyncio.wait(waiting, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+        while True:
+            news = registry.news
+            yield
+            waiting = asyncio.create_task(news.wait())
+            try:
+                await asyncio.wait([waiting, gone], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+            if gone.done():
+                raise ClientGone
+            await asyncio.sleep(settle)
+            ask.backend.check_draining()
+            ask.backend.authenticator.check(ask.principal)
     finally:
-        for one in waiting:
-            one.cancel()
-    if not gone.is_set():
-        await asyncio.sleep(SETTLE)
+        gone.cancel()
 
 
-_named = msgspec.json.Decoder(NamedModel)
-_unload = msgspec.json.Decoder(UnloadRequest)
-_pull = msgspec.json.Decoder(PullRequest)
-
-
-def model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    return [
-        route(backend, settings, (LIST, list_models)),
-        route(backend, settings, (MODEL, retrieve_model), (DELETE, delete_model)),
-        route(backend, settings, (ROUTER_LIST, router_models), (PULL[0], pull), (ROUTER_DELETE, router_delete)),
-        route(backend, settings, (LOAD, load)),
-        route(backend, settings, (UNLOAD, unload)),
-        route(backend, settings, (EVENTS, stream_events)),
-        route(backend, settings, (PULL[1], pull)),
-    ]
+model_routes = routes_of(
+    (LIST, list_models),
+    (MODEL, retrieve_model),
+    (DELETE, delete_model),
+    (ROUTER_LIST, router_models),
+    (PULL[0], pull),
+    (ROUTER_DELETE, router_delete),
+    (LOAD, load),
+    (UNLOAD, unload),
+    (EVENTS, stream_events),
+    (PULL[1], pull),
+)

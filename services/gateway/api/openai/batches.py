@@ -1,24 +1,22 @@
 """/v1/batches: POST, GET, GET of one, POST of its cancellation."""
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchStatus, Counts
 
 PATH = "/v1/batches"
-TAG = "Batches"
+_operation = partial(Operation, tag="Batches")
 
 
 class BatchObject(msgspec.Struct):
@@ -46,11 +44,10 @@ class BatchList(ListPage):
     data: list[BatchObject]
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createBatch",
     "Runs the requests of a file, in idle capacity.",
-    TAG,
     request=BatchCreate,
     example={
         "input_file_id": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
@@ -61,33 +58,22 @@ CREATE = Operation(
     parameters=(operation.IDEMPOTENCY,),
     errors=(404, 422),
 )
-LIST = Operation(
-    f"GET {PATH}",
-    "listBatches",
-    "Lists batches, the newest first.",
-    TAG,
-    response=BatchList,
-    query=PageQuery,
-    errors=(404,),
+LIST = _operation(
+    f"GET {PATH}", "listBatches", "Lists batches, the newest first.", response=BatchList, query=PageQuery, errors=(404,)
 )
-RETRIEVE = Operation(f"GET {PATH}/{{batch}}", "retrieveBatch", "Shows a batch.", TAG, response=BatchObject)
-CANCEL = Operation(
+RETRIEVE = _operation(f"GET {PATH}/{{batch}}", "retrieveBatch", "Shows a batch.", response=BatchObject)
+CANCEL = _operation(
     f"POST {PATH}/{{batch}}/cancel",
     "cancelBatch",
     "Cancels a batch; finished lines keep their results.",
-    TAG,
     response=BatchObject,
     errors=(409,),
 )
 
 
-BODY_BYTES = 64 << 10
-_decoder = msgspec.json.Decoder(BatchCreate)
-
-
 async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
-    wanted = decode(await ask.body(BODY_BYTES), _decoder)
+    wanted = await ask.decoded(BatchCreate)
     return batch_object(await ask.parts.job(Batches).submit(wanted, ask.principal, key))
 
 
@@ -106,10 +92,4 @@ async def cancel(ask: RequestContext) -> dict[str, Any]:
     return batch_object(await ask.parts.job(Batches).cancel(ask.named("batch"), ask.tenant))
 
 
-def batch_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create), (LIST, list_batches)),
-        route(backend, settings, (RETRIEVE, retrieve)),
-        route(backend, settings, (CANCEL, cancel)),
-    ]
+batch_routes = routes_of((CREATE, create), (LIST, list_batches), (RETRIEVE, retrieve), (CANCEL, cancel))

@@ -1,24 +1,23 @@
 """/v1/files: POST, GET, GET and DELETE of one, GET of its content."""
 
 import time
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import send_parts
 from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
+from services.gateway.files.files import ANCHOR, expiry
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 
 PATH = "/v1/files"
-TAG = "Files"
+_operation = partial(Operation, tag="Files")
 # What clients may say that a file is for. Only `batch` makes a difference here.
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -66,11 +65,10 @@ class FileDeleted(msgspec.Struct):
     deleted: bool
 
 
-UPLOAD = Operation(
+UPLOAD = _operation(
     f"POST {PATH}",
     "uploadFile",
     "Stores a file.",
-    TAG,
     "With `purpose` before `file` in the form a wrong one is refused before the file is read; the input of a batch "
     "has the purpose `batch`.",
     request_content={
@@ -90,10 +88,10 @@ UPLOAD = Operation(
     response=FileObject,
     errors=(408, 413, 507),
 )
-LIST = Operation(f"GET {PATH}", "listFiles", "Lists files.", TAG, response=FileList, query=FilesQuery, errors=(404,))
-RETRIEVE = Operation(f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", TAG, response=FileObject)
-DELETE = Operation(f"DELETE {PATH}/{{file}}", "deleteFile", "Deletes a file.", TAG, response=FileDeleted)
-CONTENT = Operation(f"GET {PATH}/{{file}}/content", "downloadFile", "A file's bytes.", TAG, response_content=OCTETS)
+LIST = _operation(f"GET {PATH}", "listFiles", "Lists files.", response=FileList, query=FilesQuery, errors=(404,))
+RETRIEVE = _operation(f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", response=FileObject)
+DELETE = _operation(f"DELETE {PATH}/{{file}}", "deleteFile", "Deletes a file.", response=FileDeleted)
+CONTENT = _operation(f"GET {PATH}/{{file}}/content", "downloadFile", "A file's bytes.", response_content=OCTETS)
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
@@ -124,8 +122,6 @@ async def upload(ask: RequestContext) -> dict[str, Any]:
         fields = convert(form.fields, UploadForm)
         seconds = _expires_after(fields)
         now = time.time()
-        if not seconds and fields.purpose == "batch":
-            seconds = BATCH_EXPIRY
         expires = now + seconds if seconds else 0.0
         named = msgspec.structs.replace(record, purpose=fields.purpose, created_at=now, expires_at=expires)
         return file_object(await files.publish(named))
@@ -139,7 +135,7 @@ def _expires_after(form: UploadForm) -> float:
             param="expires_after.seconds",
             reason="invalid_type",
         )
-    return expiry(form.anchor, None if given is None else int(given), "expires_after")
+    return expiry(form.anchor, None if given is None else int(given), "expires_after", form.purpose)
 
 
 async def list_files(ask: RequestContext) -> dict[str, Any]:
@@ -166,10 +162,6 @@ async def content(ask: RequestContext) -> None:
     await send_parts(ask.send, files.content(record), "application/octet-stream", record.bytes)
 
 
-def file_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (UPLOAD, upload), (LIST, list_files)),
-        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
-        route(backend, settings, (CONTENT, content)),
-    ]
+file_routes = routes_of(
+    (UPLOAD, upload), (LIST, list_files), (RETRIEVE, retrieve), (DELETE, delete), (CONTENT, content)
+)

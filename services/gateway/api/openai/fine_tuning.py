@@ -3,30 +3,29 @@ checkpoints, and the files of its adapter."""
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import Handler, RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.training.objects import checkpoint_object, job_object
 from services.gateway.training.requests import FineTuningCreate
 from services.gateway.training.service import FineTuning
-from shared.messages.training import TrainingStatus
+from shared.messages.training import TrainingJob, TrainingStatus
 
 PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{job}"
 PERMISSIONS = "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"
-TAG = "Fine-tuning"
+_operation = partial(Operation, tag="Fine-tuning")
 POSITION = 18  # digits of an event's position at most
 
 
@@ -129,11 +128,10 @@ class AdapterQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     checkpoint: Annotated[int | None, Meta(description="The step of a checkpoint; default: the job's result.")] = None
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createFineTuningJob",
     "Trains a LoRA adapter on examples, in idle capacity.",
-    TAG,
     "The files have the purpose `fine-tune`. When the job has succeeded its model, `ft:...`, is served on every "
     "replica of its base, for its tenant alone.",
     request=FineTuningCreate,
@@ -146,84 +144,74 @@ CREATE = Operation(
     parameters=(operation.IDEMPOTENCY,),
     errors=(404, 422),
 )
-LIST = Operation(
+LIST = _operation(
     f"GET {PATH}",
     "listFineTuningJobs",
     "The fine-tuning jobs, the newest first.",
-    TAG,
     "`metadata[key]=value`, as often as you like, leaves those that have these metadata; `metadata=null` those that "
     "have none.",
     response=FineTuningJobs,
     query=JobsQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", TAG, response=FineTuningJob)
-CANCEL = Operation(
+RETRIEVE = _operation(f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", response=FineTuningJob)
+CANCEL = _operation(
     f"POST {ONE}/cancel",
     "cancelFineTuningJob",
     "Cancels a fine-tuning job; its checkpoints stay.",
-    TAG,
     response=FineTuningJob,
     errors=(409,),
 )
-PAUSE = Operation(
+PAUSE = _operation(
     f"POST {ONE}/pause",
     "pauseFineTuningJob",
     "Pauses a fine-tuning job; its finished steps are kept.",
-    TAG,
     response=FineTuningJob,
     errors=(409,),
 )
-RESUME = Operation(
+RESUME = _operation(
     f"POST {ONE}/resume",
     "resumeFineTuningJob",
     "Resumes a paused fine-tuning job.",
-    TAG,
     response=FineTuningJob,
     errors=(409,),
 )
-EVENTS = Operation(
+EVENTS = _operation(
     f"GET {ONE}/events",
     "listFineTuningEvents",
     "Lists the events of a fine-tuning job, the newest first.",
-    TAG,
     "With `stream=true` the events come as they happen, the oldest first; `Last-Event-ID` resumes the stream.",
     response=FineTuningEvents,
     query=EventsQuery,
     events=(FineTuningEvent,),
     parameters=(operation.LAST_EVENT,),
 )
-CHECKPOINTS = Operation(
+CHECKPOINTS = _operation(
     f"GET {ONE}/checkpoints",
     "listFineTuningJobCheckpoints",
     "Lists its checkpoints, at the ends of its last epochs, the newest first; each can be used as any model.",
-    TAG,
     response=FineTuningCheckpoints,
     query=CheckpointsQuery,
 )
-ADAPTER = Operation(
+ADAPTER = _operation(
     f"GET {ONE}/adapter/{{file}}",
     "downloadFineTunedAdapter",
     "A file of a job's result, as peft has them: adapter_config.json or adapter_model.safetensors.",
-    TAG,
     query=AdapterQuery,
     response_content=OCTETS,
 )
 REFUSED = tuple(
-    Operation(path, name, "Not supported: a checkpoint belongs to its tenant alone.", TAG, errors=(404,))
+    _operation(path, name, "Not supported: a checkpoint belongs to its tenant alone.", errors=(404,))
     for path, name in (
         (f"GET {PERMISSIONS}", "listFineTuningCheckpointPermissions"),
         (f"POST {PERMISSIONS}", "createFineTuningCheckpointPermission"),
     )
 )
 
-BODY_BYTES = 64 << 10
-_decoder = msgspec.json.Decoder(FineTuningCreate)
-
 
 async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
-    wanted = decode(await ask.body(BODY_BYTES), _decoder)
+    wanted = await ask.decoded(FineTuningCreate)
     await ask.counted()
     return job_object(await ask.parts.job(FineTuning).create(wanted, ask.principal, key))
 
@@ -243,20 +231,13 @@ async def list_jobs(ask: RequestContext) -> dict[str, Any]:
     return list_object([job_object(job) for job in jobs], more)
 
 
-async def retrieve(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).get(ask.named("job"), ask.tenant))
+def one_job(method: Callable[[FineTuning, str, str], Awaitable[TrainingJob]]) -> Handler:
+    """Answers with the job that `method` looks up, or changes."""
 
+    async def answer(ask: RequestContext) -> dict[str, Any]:
+        return job_object(await method(ask.parts.job(FineTuning), ask.named("job"), ask.tenant))
 
-async def cancel(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).cancel(ask.named("job"), ask.tenant))
-
-
-async def pause(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).pause(ask.named("job"), ask.tenant))
-
-
-async def resume(ask: RequestContext) -> dict[str, Any]:
-    return job_object(await ask.parts.job(FineTuning).resume(ask.named("job"), ask.tenant))
+    return answer
 
 
 async def events(ask: RequestContext) -> dict[str, Any] | None:
@@ -327,16 +308,15 @@ async def refused(ask: RequestContext) -> None:
     )
 
 
-def fine_tuning_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create), (LIST, list_jobs)),
-        route(backend, settings, (RETRIEVE, retrieve)),
-        route(backend, settings, (CANCEL, cancel)),
-        route(backend, settings, (PAUSE, pause)),
-        route(backend, settings, (RESUME, resume)),
-        route(backend, settings, (EVENTS, events)),
-        route(backend, settings, (CHECKPOINTS, checkpoints)),
-        route(backend, settings, (ADAPTER, adapter)),
-        route(backend, settings, *((one, refused) for one in REFUSED)),
-    ]
+fine_tuning_routes = routes_of(
+    (CREATE, create),
+    (LIST, list_jobs),
+    (RETRIEVE, one_job(FineTuning.get)),
+    (CANCEL, one_job(FineTuning.cancel)),
+    (PAUSE, one_job(FineTuning.pause)),
+    (RESUME, one_job(FineTuning.resume)),
+    (EVENTS, events),
+    (CHECKPOINTS, checkpoints),
+    (ADAPTER, adapter),
+    *((one, refused) for one in REFUSED),
+)

@@ -13,7 +13,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from services.gateway.core.asgi import header
-from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTimeout
+from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTimeout, missing
 from shared.errors import PayloadTooLarge
 from shared.limits import UPLOAD, UPLOAD_FIELD, UPLOAD_FIELD_NAME, UPLOAD_FIELDS, UPLOAD_FORM, UPLOAD_NAME
 from shared.service.endpoints import Receive, Scope
@@ -68,11 +68,7 @@ class MultipartForm:
         """Reads up to the file's beginning."""
         while not self._file_seen:
             if self._done:
-                raise InvalidParameter(
-                    f"Missing required parameter: '{self._name}'; send it as a part of the form with a file name.",
-                    param=self._name,
-                    reason="missing_required_parameter",
-                )
+                raise missing(self._name, "it as a part of the form with a file name")
             await self._more()
 
     async def file_data(self) -> AsyncGenerator[bytes, None]:

@@ -1,25 +1,23 @@
 """/v1/uploads: a file in parts. POST, POST of a part, POST .../complete and .../cancel."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.errors import convert, empty_array
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.files.files import BATCH_EXPIRY, expiry
+from services.gateway.core.errors import convert
+from services.gateway.files.files import expiry
 from services.gateway.files.uploads import expiry_of, part_id
-from services.gateway.intake.decoding import decode
 from shared import limits
 from shared.messages.batches import FileRecord
 
 PATH = "/v1/uploads"
-TAG = "Uploads"
+_operation = partial(Operation, tag="Uploads")
 BODY_BYTES = 1 << 20
 
 
@@ -64,21 +62,19 @@ class Upload(msgspec.Struct):
     file: FileObject | None
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createUpload",
     "Begins the upload of a file in parts.",
-    TAG,
     request=NewUpload,
     example={"bytes": 1000, "filename": "lines.jsonl", "mime_type": "text/jsonl", "purpose": "batch"},
     response=Upload,
     errors=(413, 507),
 )
-ADD = Operation(
+ADD = _operation(
     f"POST {PATH}/{{upload}}/parts",
     "addUploadPart",
     "A part of the file; parts may come at once.",
-    TAG,
     request_content={
         "multipart/form-data": {
             "type": "object",
@@ -90,21 +86,18 @@ ADD = Operation(
     response=UploadPart,
     errors=(408, 413, 507),
 )
-COMPLETE = Operation(
+COMPLETE = _operation(
     f"POST {PATH}/{{upload}}/complete",
     "completeUpload",
     "Makes a file of the parts, in their order.",
-    TAG,
     request=UploadCompletion,
     example={"part_ids": ["part_0123456789abcdef01234567"]},
     response=Upload,
     errors=(413, 507),
 )
-CANCEL = Operation(
-    f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Cancels an upload, and deletes its parts.", TAG, response=Upload
+CANCEL = _operation(
+    f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Cancels an upload, and deletes its parts.", response=Upload
 )
-_new = msgspec.json.Decoder(NewUpload)
-_completion = msgspec.json.Decoder(UploadCompletion)
 
 
 def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> dict[str, Any]:
@@ -123,16 +116,15 @@ def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> d
 
 async def create(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
-    given = decode(await ask.body(BODY_BYTES), _new)
+    given = await ask.decoded(NewUpload, BODY_BYTES)
     after = given.expires_after
-    seconds = expiry(after.anchor, after.seconds, "expires_after") if after else 0.0
-    if not seconds and given.purpose == "batch":
-        seconds = BATCH_EXPIRY
-    made = await ask.parts.uploads.create(ask.tenant, given.filename, given.purpose, given.bytes, seconds)
+    anchor, seconds = (after.anchor, after.seconds) if after else (None, None)
+    expires_after = expiry(anchor, seconds, "expires_after", given.purpose)
+    made = await ask.parts.uploads.create(ask.tenant, given.filename, given.purpose, given.bytes, expires_after)
     return _shown(made, "pending")
 
 
-async def add(ask: RequestContext) -> dict[str, Any]:
+async def add(ask: RequestContext) -> UploadPart:
     await ask.counted()
     most = min(ask.parts.files.limit, limits.UPLOAD_PART.value)
     form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, most, name="data")
@@ -141,15 +133,12 @@ async def add(ask: RequestContext) -> dict[str, Any]:
     upload_id = ask.named("upload")
     part = await ask.parts.uploads.add(upload_id, ask.tenant, form.file_data(), form.announced)
     await form.rest()
-    created = int(part.created_at)
-    return {"id": part_id(part), "object": "upload.part", "created_at": created, "upload_id": upload_id}
+    return UploadPart(part_id(part), "upload.part", int(part.created_at), upload_id)
 
 
 async def complete(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
-    given = decode(await ask.body(BODY_BYTES), _completion)
-    if not given.part_ids:
-        raise empty_array("part_ids")
+    given = await ask.decoded(UploadCompletion, BODY_BYTES)
     uploads, upload_id = ask.parts.uploads, ask.named("upload")
     record, file = await uploads.complete(upload_id, ask.tenant, given.part_ids, given.md5 or "")
     return _shown(record, "completed", file)
@@ -160,11 +149,4 @@ async def cancel(ask: RequestContext) -> dict[str, Any]:
     return _shown(await ask.parts.uploads.cancel(ask.named("upload"), ask.tenant), "cancelled")
 
 
-def upload_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create)),
-        route(backend, settings, (ADD, add)),
-        route(backend, settings, (COMPLETE, complete)),
-        route(backend, settings, (CANCEL, cancel)),
-    ]
+upload_routes = routes_of((CREATE, create), (ADD, add), (COMPLETE, complete), (CANCEL, cancel))

@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.openapi import operation as parameters
-from services.gateway.api.openapi.constraints import constrain
 from services.gateway.api.openapi.operation import EVENTS, JSON, LINES, ApiRoute, Operation, Parameter
 from services.gateway.core.asgi import send_json
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import EXACT_HEADER
+from services.gateway.intake.rules import NULL, Schema, schema_of, table
+from shared import limits
 from shared.process import VERSION
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -68,6 +69,49 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str,
     schemas, components = msgspec.json.schema_components(types, ref_template=REF)
     constrain(components)
     return dict(zip(map(id, types), schemas, strict=True)), components
+
+
+# A string, strings, token ids or lists of token ids: no type in Python says that these are not mixed.
+TEXTS_OR_IDS = (
+    ("CompletionRequest", "prompt", limits.CHOICES),
+    ("EmbeddingRequest", "input", limits.EMBEDDING_INPUTS),
+    ("ClassifyRequest", "input", limits.EMBEDDING_INPUTS),
+    ("PoolingRequest", "input", limits.EMBEDDING_INPUTS),
+)
+
+
+# Bodies that need not name their model where one is served.
+NAMELESS = (
+    *("ChatCompletionRequest", "ClassifyRequest", "CompletionRequest", "EmbeddingRequest"),
+    *("MessagesRequest", "RerankRequest", "ResponseRequest", "ScoreRequest", "PoolingRequest"),
+    *("CompactRequest", "CountTokensRequest", "InputTokensRequest"),
+)
+
+
+def _texts_or_ids(most: int) -> Schema:
+    text: Schema = {"type": "string", "minLength": 1}
+    ids: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    many: Schema = {"type": "array", "minItems": 1, "maxItems": most}
+    return {"anyOf": [text, many | {"items": text}, ids, many | {"items": ids}]}
+
+
+def constrain(components: dict[str, Schema]) -> None:
+    """Writes into the schemas of requests, in place, what types in Python cannot say: these two tables, and what fields
+    demand of each other (`intake/rules.py`)."""
+    for name, field, most in TEXTS_OR_IDS:
+        if name in components:
+            texts = _texts_or_ids(most.value)
+            needed = field in components[name].get("required", ())
+            components[name]["properties"][field] = texts if needed else {"anyOf": [*texts["anyOf"], NULL.schema]}
+    for name in NAMELESS:
+        if name in components:
+            shown = components[name]
+            shown["required"] = [field for field in shown.get("required", ()) if field != "model"]
+            shown["properties"]["model"] = {"anyOf": [shown["properties"]["model"], NULL.schema]}
+            shown["additionalProperties"] = NULL.schema  # an unknown field that is null counts as not given
+    for name, rules in table():
+        if name in components:
+            components[name] |= schema_of(rules)
 
 
 def _operation(operation: Operation, shown: dict[int, Any], settings: GatewaySettings) -> dict[str, Any]:

@@ -3,16 +3,16 @@
 A new path is one `Operation` beside its route, among the routes of its dialect:
 
     EMBEDDINGS = Operation("POST /v1/embeddings", "createEmbedding", "Embeddings of texts.",
-                           "Embeddings", request=EmbeddingRequest, response=EmbeddingList)
+                           tag="Embeddings", request=EmbeddingRequest, response=EmbeddingList)
     ...
-    ApiRoute(EmbeddingsRoute(backend), EMBEDDINGS)
+    completions("embeddings", EMBEDDINGS)
 
-What one function answers from what a service holds is `route(backend, settings, (OPERATION, function))` of
-`api.backend`.
+What one function answers from what a service holds is `routes_of((OPERATION, function))` of `api.backend`.
 """
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -61,8 +61,8 @@ class Operation(msgspec.Struct, frozen=True):
     route: str  # method and path, as Starlette has it; `{name:path}` may hold slashes
     name: str  # the document's operationId
     summary: str
-    tag: str = ""
     description: str = ""
+    tag: str = ""  # of its group; a module with one makes its operations of a `partial`
     request: Any = None  # the type that the JSON body is decoded as; None: the request has no body
     needs_body: bool = True  # whether the request may not come without its body
     request_content: Mapping[str, Any] = {}  # bodies that are not JSON: their schemas by content type
@@ -180,6 +180,7 @@ PROGRESS = Parameter(
     example="true",
 )
 GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND, PROGRESS)  # the headers of a request for tokens
+generating = partial(Operation, parameters=GENERATING_HEADERS, errors=GENERATING)  # makes operations of such requests
 _EXAMPLES = {
     "generation": "chatcmpl-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "response": "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",

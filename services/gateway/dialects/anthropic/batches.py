@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
 from services.gateway.batches.lines import Checker
 from services.gateway.batches.service import BatchCreate, Batches
@@ -20,9 +18,8 @@ from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import NeighbourQuery, neighbours
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.anthropic.errors import MESSAGES, AnthropicError
-from services.gateway.dialects.anthropic.messages import EXAMPLE, TAG
+from services.gateway.dialects.anthropic.errors import MESSAGES
+from services.gateway.dialects.anthropic.messages import EXAMPLE, message_operation
 from services.gateway.dialects.anthropic.results import (
     batch_object,
     custom_id_of,
@@ -105,63 +102,48 @@ class _Listed(msgspec.Struct, frozen=True):
     job: BatchJob
 
 
-CREATE = Operation(
+CREATE = message_operation(
     f"POST {PATH}",
     "createMessageBatch",
     "Runs many requests for messages, in idle capacity.",
-    TAG,
     "All of them name the same model, and are checked before the batch is taken. Larger batches go to /v1/batches, "
     "with lines for /v1/messages.",
     request=MessageBatchCreate,
     example={"requests": [{"custom_id": "first", "params": EXAMPLE}]},
     response=MessageBatch,
-    error=AnthropicError,
     parameters=(operation.IDEMPOTENCY,),
     errors=(404, 422, 507),
 )
-LIST = Operation(
+LIST = message_operation(
     f"GET {PATH}",
     "listMessageBatches",
     "Lists message batches, the newest first.",
-    TAG,
     response=MessageBatchList,
-    error=AnthropicError,
     query=NeighbourQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(
-    f"GET {PATH}/{{message_batch}}",
-    "retrieveMessageBatch",
-    "Shows a message batch.",
-    TAG,
-    response=MessageBatch,
-    error=AnthropicError,
+RETRIEVE = message_operation(
+    f"GET {PATH}/{{message_batch}}", "retrieveMessageBatch", "Shows a message batch.", response=MessageBatch
 )
-DELETE = Operation(
+DELETE = message_operation(
     f"DELETE {PATH}/{{message_batch}}",
     "deleteMessageBatch",
     "Deletes a message batch that has ended, and its results.",
-    TAG,
     response=MessageBatchDeleted,
-    error=AnthropicError,
     errors=(409,),
 )
-CANCEL = Operation(
+CANCEL = message_operation(
     f"POST {PATH}/{{message_batch}}/cancel",
     "cancelMessageBatch",
     "Cancels a message batch; finished requests keep their results.",
-    TAG,
     response=MessageBatch,
-    error=AnthropicError,
     errors=(409,),
 )
-RESULTS = Operation(
+RESULTS = message_operation(
     f"GET {PATH}/{{message_batch}}/results",
     "messageBatchResults",
     "The result of each request of a message batch, a line each, in no order.",
-    TAG,
     response_content={JSON_LINES: {"type": "string"}},
-    error=AnthropicError,
 )
 
 _decoder = msgspec.json.Decoder(_RawCreate)
@@ -199,7 +181,7 @@ async def _checked(ask: RequestContext, given: _RawCreate, most: int) -> bytes:
             place = f"requests[{index}].{(error.param or 'params').replace('body', 'params', 1)}"
             if error.code == UnknownModel.code:
                 raise UnknownModel(f"Invalid '{place}': {error.message}", param=place)
-            raise InvalidParameter.at(place, f"{error.message}", reason=error.code)
+            raise InvalidParameter.at(place, error.message, reason=error.code)
         lines.append(line)
         if len(lines) % AT_ONCE == 0:
             await asyncio.sleep(0)
@@ -282,11 +264,6 @@ async def _lines(ask: RequestContext, file: str) -> AsyncGenerator[list[FileLine
     yield splitter.end()
 
 
-def message_batch_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create), (LIST, list_batches)),
-        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
-        route(backend, settings, (CANCEL, cancel)),
-        route(backend, settings, (RESULTS, results)),
-    ]
+message_batch_routes = routes_of(
+    (CREATE, create), (LIST, list_batches), (RETRIEVE, retrieve), (DELETE, delete), (CANCEL, cancel), (RESULTS, results)
+)

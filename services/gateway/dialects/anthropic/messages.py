@@ -4,19 +4,17 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import CompletionsRoute, context_of
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.generating import completions, context_of
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.asgi import disconnected
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.anthropic.endpoint import count_tokens as count
 from services.gateway.dialects.anthropic.errors import MESSAGES, AnthropicError
 from services.gateway.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
 
-TAG = "Messages"
+message_operation = partial(Operation, tag="Messages", error=AnthropicError)
 EXAMPLE = {
     "model": "SmolLM2-135M-Instruct",
     "max_tokens": 32,
@@ -71,30 +69,26 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-CREATE = Operation(
+CREATE = message_operation(
     f"POST {MESSAGES}",
     "createMessage",
     "Messages in, an answer out, as in Anthropic's API.",
-    TAG,
     "With `stream: true` the answer comes as named events. The `id` of an event is its number: any gateway goes on "
     "behind it (`Last-Event-ID`).",
     request=MessagesRequest,
     example=EXAMPLE,
     response=AnthropicMessage,
     events=(MessageEvent,),
-    error=AnthropicError,
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
 )
-COUNT = Operation(
+COUNT = message_operation(
     f"POST {MESSAGES}/count_tokens",
     "countMessageTokens",
     "How many tokens messages have, with their tools and instructions.",
-    TAG,
     request=CountTokensRequest,
     example={name: EXAMPLE[name] for name in ("model", "messages")},
     response=TokenCount,
-    error=AnthropicError,
     errors=(404, 504),
 )
 
@@ -106,7 +100,4 @@ async def count_tokens(ask: RequestContext) -> TokenCount:
     return TokenCount(await count(intake.processor, body, context))
 
 
-def message_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    """All but those of batches."""
-    create = CompletionsRoute("messages", backend, settings)
-    return [ApiRoute(create, CREATE, direct=create), route(backend, settings, (COUNT, count_tokens))]
+message_routes = (completions("messages", CREATE, direct=True), routes_of((COUNT, count_tokens)))

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from services.gateway.api.backend import RequestContext
+from services.gateway.api.models.routes import looks
 from services.gateway.core.asgi import LineStream, StreamChunk, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
-from services.gateway.dialects.ollama.residency import looks
+from services.gateway.dialects.ollama.residency import SETTLE
 from services.gateway.dialects.ollama.shapes import Progress, ShowResponse, described
 from shared.errors import RyzansteinError, Unavailable
 from shared.messages import HostModel
@@ -61,13 +62,7 @@ async def pull(ask: RequestContext, name: str, *, streamed: bool) -> None:
     await ask.parts.management.pull(name, 1)
     model = registry.model_of(name)
     fetch = Fetch(model, before, time.monotonic())
-    if not streamed:
-        async with contextlib.aclosing(_progress(ask, model, fetch, new=new)) as every:
-            async for _ in every:
-                pass
-        await send_json(ask.send, 200, Progress("success"))
-        return
-    await send_lines(ask, _progress(ask, model, fetch, new=new))
+    await send_progress(ask, _progress(ask, model, fetch, new=new), streamed=streamed)
 
 
 async def _progress(ask: RequestContext, model: str, fetch: Fetch, *, new: bool) -> AsyncGenerator[Progress, None]:
@@ -76,7 +71,7 @@ async def _progress(ask: RequestContext, model: str, fetch: Fetch, *, new: bool)
     digest = ShowResponse(ask.parts.catalog).digest(model)
     last = Progress("pulling manifest")
     yield last
-    async with contextlib.aclosing(looks(ask)) as every:
+    async with contextlib.aclosing(looks(ask, SETTLE)) as every:
         async for _ in every:
             try:
                 one = fetch.step(_said(ask, model), time.monotonic())
@@ -101,8 +96,14 @@ def _said(ask: RequestContext, name: str) -> dict[str, HostModel]:
     return registry.hosts_say(registry.model_of(name))
 
 
-async def send_lines(ask: RequestContext, lines: AsyncGenerator[Progress, None]) -> None:
-    """Each of `lines`, then that all went well; or what did not."""
+async def send_progress(ask: RequestContext, lines: AsyncGenerator[Progress, None], *, streamed: bool) -> None:
+    """Each of `lines` where it is `streamed`, then that all went well; or what did not."""
+    if not streamed:
+        async with contextlib.aclosing(lines):
+            async for _ in lines:
+                pass
+        await send_json(ask.send, 200, Progress("success"))
+        return
     stream = LineStream(ask.send)
     try:
         async with contextlib.aclosing(lines):

@@ -11,10 +11,9 @@ from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import context_of, reading, stream, wants_positions
 from services.gateway.api.openapi.operation import GENERATING, GENERATING_HEADERS, POSITIONS, ApiRoute, Operation
 from services.gateway.core.asgi import disconnected, send_json
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.core.errors import unsupported
 from services.gateway.dialects.ollama import shapes
 from services.gateway.dialects.ollama.formats import OllamaVectorFormat, OneVectorFormat, rfc3339
-from services.gateway.dialects.ollama.intake import Embedded, OllamaIntake
 from services.gateway.dialects.ollama.residency import load_or_unload, named, staying
 from services.gateway.dialects.ollama.schemas import (
     OllamaChatRequest,
@@ -22,66 +21,75 @@ from services.gateway.dialects.ollama.schemas import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
 )
-from services.gateway.dialects.ollama.translation import NAMES
+from services.gateway.dialects.ollama.translation import (
+    NAMES,
+    Asked,
+    Embedded,
+    chat_of,
+    checked,
+    completion_of,
+    embedding_of,
+    own_words,
+    thinking_of,
+)
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import tell_ignored
+from services.gateway.intake.processor import InputProcessor
+from services.gateway.intake.prompts.chat import reasoning_of
 from services.gateway.intake.record import Context
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.validation import checked_fields
+from services.gateway.lifecycle.idempotency import fingerprint
+from services.gateway.streams.stream_reader import StreamReader
 from shared.service.endpoints import Receive, Scope, Send
 
-TAG = "Ollama"
+ollama_operation = partial(Operation, tag="Ollama", error=shapes.OllamaError)
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
 _STREAMS = (
     "As in Ollama it is streamed, a line of JSON each, unless `stream` is false. The answer's "
     "`x-ryzanstein-generation` names the generation."
 )
-CHAT = Operation(
+CHAT = ollama_operation(
     f"POST {CHAT_PATH}",
     "ollamaChat",
     "Messages in, an answer out, as in Ollama.",
-    TAG,
     _STREAMS + " Without messages the model is loaded, or with `keep_alive` 0 unloaded.",
     request=OllamaChatRequest,
     example={"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Why is the sky blue?"}]},
     response=shapes.ChatLine,
     lines=(shapes.ChatLine,),
-    error=shapes.OllamaError,
     parameters=(*GENERATING_HEADERS, POSITIONS),
     errors=(*GENERATING, 409),
 )
-GENERATE = Operation(
+GENERATE = ollama_operation(
     f"POST {GENERATE_PATH}",
     "ollamaGenerate",
     "A prompt in, an answer out, as in Ollama.",
-    TAG,
     _STREAMS + " With `raw` the prompt is completed as it stands. Without a prompt: as /api/chat without messages.",
     request=OllamaGenerateRequest,
     example={"model": "SmolLM2-135M-Instruct", "prompt": "Why is the sky blue?"},
     response=shapes.GenerateLine,
     lines=(shapes.GenerateLine,),
-    error=shapes.OllamaError,
     parameters=(*GENERATING_HEADERS, POSITIONS),
     errors=(*GENERATING, 409),
 )
-EMBED = Operation(
+EMBED = ollama_operation(
     "POST /api/embed",
     "ollamaEmbed",
     "Texts in, vectors out, as in Ollama.",
-    TAG,
     request=OllamaEmbedRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
     response=shapes.Embeddings,
-    error=shapes.OllamaError,
     parameters=GENERATING_HEADERS,
     errors=(*GENERATING, 409),
 )
-EMBEDDINGS = Operation(
+EMBEDDINGS = ollama_operation(
     "POST /api/embeddings",
     "ollamaEmbeddings",
     "One text in, its vector out, as in older Ollamas.",
-    TAG,
     request=OllamaEmbeddingsRequest,
     example={"model": "SmolLM2-135M-Instruct", "prompt": "One text."},
     response=shapes.SingleEmbedding,
-    error=shapes.OllamaError,
     parameters=GENERATING_HEADERS,
     errors=(*GENERATING, 409),
 )
@@ -102,16 +110,14 @@ class AnswerRoute:
         decoder: msgspec.json.Decoder[OllamaChatRequest] | msgspec.json.Decoder[OllamaGenerateRequest],
         nothing: dict[str, object],
         backend: GatewayBackend,
-        settings: GatewaySettings,
     ) -> None:
         """`nothing`: what an empty answer has."""
         self._decoder: Any = decoder
         self._nothing = nothing
         self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ask, positions = (RequestContext(self._backend, self._settings, scope, receive, send), wants_positions(scope))
+        ask, positions = (RequestContext(self._backend, scope, receive, send), wants_positions(scope))
         request, body, context = await _taken(ask, self._decoder)
         if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
             reason = await load_or_unload(ask, request.model, request.keep_alive)
@@ -119,7 +125,7 @@ class AnswerRoute:
             await send_json(send, 200, head | self._nothing | {"done": True, "done_reason": reason})
             return
         async with staying(ask, request.model, request.keep_alive):
-            run = await _intake(ask).generation(request, body, context)
+            run = await _generation(ask, request, body, context)
             with reading(run, scope, receive):
                 await run.begin()
                 if run.stream:
@@ -163,25 +169,60 @@ async def _taken(ask: RequestContext, decoder: msgspec.json.Decoder[AskedT]) -> 
     return (msgspec.structs.replace(request, model=named(parts.catalog, request.model, context.tenant)), body, context)
 
 
-def _intake(ask: RequestContext) -> OllamaIntake:
-    return OllamaIntake(ask.parts.intake, strict=ask.settings.strict_fields)
+async def _generation(ask: RequestContext, request: Asked, body: bytes, context: Context) -> StreamReader:
+    """As a chat completion or a completion. Raises as `Intake.prepare`."""
+    if ignored := checked(request):
+        tell_ignored(ignored, context.answer_headers, strict=ask.settings.strict_fields)
+    endpoint = "ollama.chat" if isinstance(request, OllamaChatRequest) else "ollama.generate"
+    context.endpoint, context.capped = endpoint, True
+    print_ = fingerprint(body) if context.key else ""
+    with own_words(request):
+        made = await _translated(ask.parts.intake.processor, request, context)
+        return await ask.parts.intake.prepare_decoded(endpoint, made, context, print_)
+
+
+async def _translated(
+    processor: InputProcessor, request: Asked, context: Context
+) -> ChatCompletionRequest | CompletionRequest:
+    if isinstance(request, OllamaGenerateRequest) and request.raw:
+        for name in ("system", "think"):
+            if getattr(request, name):
+                raise unsupported(name, "a raw prompt says all that the model is told; leave out one of them")
+        return completion_of(request, request.model)
+    chat = chat_of(request, request.model)
+    if request.think is None and isinstance(request, OllamaChatRequest):
+        return chat
+    card = await processor.loaded(chat, context)
+    _, tokenizer = await processor.tokenizer(card.model)
+    if isinstance(request, OllamaGenerateRequest) and not tokenizer.chats:
+        return completion_of(request, request.model)
+    if request.think is None:
+        return chat
+    reasons = bool(reasoning_of(card, tokenizer.traits))
+    thinking = thinking_of(request.think, request.model, tokenizer.traits, reasons=reasons)
+    return msgspec.structs.replace(chat, **thinking)
 
 
 async def _vectors(ask: RequestContext, request: Embedded, body: bytes, context: Context) -> None:
     async with staying(ask, request.model, request.keep_alive):
-        run = await _intake(ask).vectors(request, body, context)
+        ignored = checked_fields(request.options, "options.")
+        tell_ignored(ignored, context.answer_headers, strict=ask.settings.strict_fields)
+        print_ = fingerprint(body) if context.key else ""
+        name = "ollama.embed" if isinstance(request, OllamaEmbedRequest) else "ollama.embeddings"
+        made = embedding_of(request, request.model)
+        run = await ask.parts.intake.prepare_decoded(name, made, context, print_)
         with reading(run, ask.scope, ask.receive):
             await run.begin()
             await send_json(ask.send, 200, await run.collect())
 
 
-def generating_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
+def generating_routes(backend: GatewayBackend) -> list[Route]:
     message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
-    chat = AnswerRoute(_chat, message, backend, settings)
-    generate = AnswerRoute(_generate, {"response": ""}, backend, settings)
+    chat = AnswerRoute(_chat, message, backend)
+    generate = AnswerRoute(_generate, {"response": ""}, backend)
     return [
         ApiRoute(chat, CHAT, direct=chat),
         ApiRoute(generate, GENERATE, direct=generate),
-        route(backend, settings, (EMBED, embed)),
-        route(backend, settings, (EMBEDDINGS, embeddings)),
+        route(backend, (EMBED, embed)),
+        route(backend, (EMBEDDINGS, embeddings)),
     ]

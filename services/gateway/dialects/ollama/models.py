@@ -7,27 +7,22 @@ A model of Ollama's is here an entry of the registry, an alias of one, or a LoRA
     create           ──▶ an alias            delete of a model    ──▶ its entry and its files, of an alias the alias
 """
 
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.models.routes import BODY, MANAGING
-from services.gateway.api.openapi.operation import Operation
+from services.gateway.api.backend import Handler, RequestContext, routes_of
+from services.gateway.api.models.routes import MANAGING
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.ollama import shapes
-from services.gateway.dialects.ollama.downloads import pull, send_lines
-from services.gateway.dialects.ollama.generating import TAG
+from services.gateway.dialects.ollama.downloads import pull, send_progress
+from services.gateway.dialects.ollama.generating import ollama_operation
 from services.gateway.dialects.ollama.residency import ModelNamed, named
 from services.gateway.dialects.ollama.schemas import Options
-from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowResponse
+from services.gateway.dialects.ollama.shapes import Progress, ShowResponse
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.rules import neutral
 from services.gateway.intake.schemas import ModelName
@@ -77,19 +72,15 @@ class OllamaCreateRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, k
     messages: Annotated[Any, neutral([])] = None
 
 
-def _operation(about: str, name: str, summary: str, more: str = "", **rest: Any) -> Operation:
-    return Operation(about, name, summary, TAG, more.strip(), error=OllamaError, **rest)
-
-
-VERSIONS = _operation(
+VERSIONS = ollama_operation(
     "GET /api/version",
     "ollamaVersion",
     "The version of Ollama's API that is spoken here.",
     response=shapes.OllamaVersion,
 )
-TAGS = _operation("GET /api/tags", "ollamaTags", "The models, as in Ollama.", response=shapes.TaggedModels)
-PS = _operation("GET /api/ps", "ollamaPs", "The models that are loaded.", response=shapes.LoadedModels)
-SHOW = _operation(
+TAGS = ollama_operation("GET /api/tags", "ollamaTags", "The models, as in Ollama.", response=shapes.TaggedModels)
+PS = ollama_operation("GET /api/ps", "ollamaPs", "The models that are loaded.", response=shapes.LoadedModels)
+SHOW = ollama_operation(
     "POST /api/show",
     "ollamaShow",
     "Details of a model.",
@@ -98,7 +89,7 @@ SHOW = _operation(
     response=shapes.ShownModel,
     errors=(404,),
 )
-PULL = _operation(
+PULL = ollama_operation(
     "POST /api/pull",
     "ollamaPull",
     "Downloads a model, with progress in lines.",
@@ -109,25 +100,25 @@ PULL = _operation(
     lines=(Progress,),
     errors=(409,),
 )
-DELETE = _operation(
+DELETE = ollama_operation(
     "DELETE /api/delete",
     "ollamaDelete",
     "Removes a model with its files, an alias or an adapter.",
-    MANAGING,
+    MANAGING.strip(),
     request=OllamaDeleteRequest,
     example={"model": "SmolLM2-135M-Instruct"},
     errors=(404, 409, 412),
 )
-COPY = _operation(
+COPY = ollama_operation(
     "POST /api/copy",
     "ollamaCopy",
     "Gives a model another name.",
-    MANAGING,
+    MANAGING.strip(),
     request=OllamaCopyRequest,
     example={"source": "SmolLM2-135M-Instruct", "destination": "small"},
     errors=(404, 409, 412),
 )
-CREATE = _operation(
+CREATE = ollama_operation(
     "POST /api/create",
     "ollamaCreate",
     "Makes a name for a model, or a LoRA adapter of it.",
@@ -138,8 +129,12 @@ CREATE = _operation(
     lines=(Progress,),
     errors=(404, 409, 412),
 )
-PUSH = _operation("POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,))
-BLOB = _operation("POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them.")
+PUSH = ollama_operation(
+    "POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,)
+)
+BLOB = ollama_operation(
+    "POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them."
+)
 
 
 async def version(ask: RequestContext) -> shapes.OllamaVersion:
@@ -155,7 +150,7 @@ async def processes(ask: RequestContext) -> shapes.LoadedModels:
 
 
 async def show(ask: RequestContext) -> shapes.ShownModel:
-    name = named(ask.parts.catalog, await _given(ask, _show), ask.tenant)
+    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaShowRequest)), ask.tenant)
     tokenizer: Tokenizer | None = None
     model = ask.parts.catalog.resolve(name, ask.tenant).model
     if ask.parts.catalog.known_card(model) is not None:
@@ -165,7 +160,7 @@ async def show(ask: RequestContext) -> shapes.ShownModel:
 
 async def pull_model(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _pull)
+    request = await ask.decoded(OllamaPullRequest)
     given, registry = _name(request), ask.parts.catalog.registry
     known = [one for one in names_of(given) if registry.model_of(one) in registry.specs]
     await pull(ask, known[0] if known else plain_name(given), streamed=request.stream is not False)
@@ -173,7 +168,7 @@ async def pull_model(ask: RequestContext) -> None:
 
 async def delete(ask: RequestContext) -> bytes:
     ask.check_manages_models()
-    name = named(ask.parts.catalog, await _given(ask, _delete), ask.tenant)
+    name = named(ask.parts.catalog, _name(await ask.decoded(OllamaDeleteRequest)), ask.tenant)
     resolved = ask.parts.catalog.resolve(name, ask.tenant)
     if resolved.adapter:
         await ask.parts.adapters.unload(name, ask.tenant)
@@ -188,7 +183,7 @@ async def delete(ask: RequestContext) -> bytes:
 
 async def copy(ask: RequestContext) -> bytes:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _copy)
+    request = await ask.decoded(OllamaCopyRequest)
     source, wanted = (named(ask.parts.catalog, request.source, ask.tenant), request.destination.removesuffix(LATEST))
     await _name_it(ask, source, wanted)
     resolved = ask.parts.catalog.resolve(source, ask.tenant)
@@ -196,22 +191,16 @@ async def copy(ask: RequestContext) -> bytes:
     return b""
 
 
-async def create(ask: RequestContext) -> Progress | None:
+async def create(ask: RequestContext) -> None:
     ask.check_manages_models()
-    request = decode(await ask.body(BODY), _create)
+    request = await ask.decoded(OllamaCreateRequest)
     check_fields(request)
     given = _defaults(request.parameters, ask)
     if not request.base:
         raise missing("from", "the name of a model that is there")
     name, base = _name(request), named(ask.parts.catalog, request.base, ask.tenant)
     creation = _creation(ask, name.removesuffix(LATEST), base, request.adapters or {}, given)
-    if request.stream is not False:
-        await send_lines(ask, creation)
-        return None
-    async with contextlib.aclosing(creation):
-        async for _ in creation:
-            pass
-    return Progress("success")
+    await send_progress(ask, creation, streamed=request.stream is not False)
 
 
 # Parameters that a name may have, and what a model's generation_config.json calls them.
@@ -259,16 +248,11 @@ async def _creation(
     yield Progress("writing manifest")
 
 
-async def push(ask: RequestContext) -> None:
-    raise _refused("/api/push", "models cannot be pushed from here")
+def _refused(path: str, why: str) -> Handler:
+    async def refuse(ask: RequestContext) -> None:
+        raise RouteError(f"{path} is not supported here: {why}.", reason="unsupported_endpoint")
 
-
-async def blob(ask: RequestContext) -> None:
-    raise _refused("/api/blobs", "files are not uploaded; POST /api/pull has a host fetch them")
-
-
-def _refused(path: str, why: str) -> RouteError:
-    return RouteError(f"{path} is not supported here: {why}.", reason="unsupported_endpoint")
+    return refuse
 
 
 async def _name_it(ask: RequestContext, source: str, wanted: str) -> None:
@@ -311,33 +295,20 @@ async def _set_defaults(ask: RequestContext, model: str, name: str, defaults: di
     await ask.parts.catalog.registry.change(model, change)
 
 
-async def _given(ask: RequestContext, decoder: msgspec.json.Decoder[Any]) -> str:
-    return _name(decode(await ask.body(BODY), decoder))
-
-
 def _name(request: ModelNamed) -> str:
     check_fields(request)
     return request.given
 
 
-_show = msgspec.json.Decoder(OllamaShowRequest)
-_delete = msgspec.json.Decoder(OllamaDeleteRequest)
-_pull = msgspec.json.Decoder(OllamaPullRequest)
-_copy = msgspec.json.Decoder(OllamaCopyRequest)
-_create = msgspec.json.Decoder(OllamaCreateRequest)
-
-
-def ollama_model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    handled = (
-        (VERSIONS, version),
-        (TAGS, tags),
-        (PS, processes),
-        (SHOW, show),
-        (PULL, pull_model),
-        (DELETE, delete),
-        (COPY, copy),
-        (CREATE, create),
-        (PUSH, push),
-        (BLOB, blob),
-    )
-    return [route(backend, settings, one) for one in handled]
+ollama_model_routes = routes_of(
+    (VERSIONS, version),
+    (TAGS, tags),
+    (PS, processes),
+    (SHOW, show),
+    (PULL, pull_model),
+    (DELETE, delete),
+    (COPY, copy),
+    (CREATE, create),
+    (PUSH, _refused("/api/push", "models cannot be pushed from here")),
+    (BLOB, _refused("/api/blobs", "files are not uploaded; POST /api/pull has a host fetch them")),
+)

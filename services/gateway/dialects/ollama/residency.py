@@ -9,17 +9,16 @@ They change the registry, so they ask for what every such change asks for: a key
 there is a key. With another key `keep_alive` is named among the fields that change nothing.
 """
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 
 import structlog
 
 from services.gateway.api.backend import RequestContext
-from services.gateway.core.asgi import disconnected
+from services.gateway.api.models.routes import looks
 from services.gateway.core.catalog import Catalog
-from services.gateway.core.errors import ClientGone, ModelLoadFailed
+from services.gateway.core.errors import ModelLoadFailed
 from services.gateway.dialects.ollama.translation import names_of, not_found, seconds_of
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.rules import TEXT, Ruled, some_of
@@ -27,7 +26,6 @@ from shared.errors import DeadlineExceeded, RyzansteinError
 
 log = structlog.get_logger(__name__)
 
-LOOK = 1.0  # seconds after which a request that waits looks whether it may go on
 SETTLE = 0.1  # seconds between two looks: what changes within is seen at once
 
 
@@ -92,7 +90,7 @@ async def load_or_unload(ask: RequestContext, name: str, keep_alive: float | str
 async def _loaded(ask: RequestContext, model: str) -> None:
     give_up = time.monotonic() + ask.settings.token_timeout
     asked = time.time()
-    async with contextlib.aclosing(looks(ask)) as every:
+    async with contextlib.aclosing(looks(ask, SETTLE)) as every:
         async for _ in every:
             status = ask.parts.catalog.status(model)
             if status.ready:
@@ -105,29 +103,6 @@ async def _loaded(ask: RequestContext, model: str) -> None:
         f"The model '{model[:128]}' was not loaded within {ask.settings.token_timeout:g} s; it is still loading; GET "
         "/models shows its progress."
     )
-
-
-async def looks(ask: RequestContext) -> AsyncGenerator[None, None]:
-    """One look at the models now, and one whenever something has changed. Raises `ClientGone`, `Unavailable` when the
-    gateway stops, `AuthenticationFailed` when the key is good no longer."""
-    gone = asyncio.create_task(disconnected(ask.receive))
-    registry = ask.parts.catalog.registry
-    try:
-        while True:
-            news = registry.news
-            yield
-            ask.backend.check_draining()
-            ask.backend.authenticator.check(ask.principal)
-            waiting = asyncio.create_task(news.wait())
-            try:
-                await asyncio.wait([waiting, gone], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                waiting.cancel()
-            if gone.done():
-                raise ClientGone
-            await asyncio.sleep(SETTLE)
-    finally:
-        gone.cancel()
 
 
 class ModelNamed(Ruled, frozen=True, kw_only=True):

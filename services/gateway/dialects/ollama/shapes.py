@@ -16,7 +16,7 @@ from services.gateway.intake.prompts.chat import reasoning_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import NONE
-from shared.messages import ModelCard, ModelSpec
+from shared.messages import ModelCard
 from shared.messages.registry import AdapterRecord
 from shared.model_status import ModelStatus
 from shared.models import GGUF
@@ -134,7 +134,7 @@ class ShowResponse:
             modelfile="\n".join(lines) + "\n",
             parameters=_parameters({**(card.defaults if card else {}), **resolved.defaults}),
             template=_template(tokenizer),
-            details=_details(model, spec, card, parent=model if adapter or name != model else ""),
+            details=self._details(model, parent=model if adapter or name != model else ""),
             model_info=info,
             capabilities=_capabilities(card, tokenizer),
             modified_at=rfc3339(adapter.created if adapter else self._created(model)),
@@ -169,15 +169,29 @@ class ShowResponse:
             tagged(model),
             size,
             self.digest(model),
-            _details(model, spec, card),
+            self._details(model),
             NEVER if kept or spec is None else rfc3339(now + spec.idle),
             size if self._on_gpus(status) else 0,
             card.context_length if card is not None else 0,
         )
 
-    def _details(self, model: str, parent: str) -> ModelDetails:
-        catalog = self._catalog
-        return _details(model, catalog.registry.specs.get(model), catalog.known_card(model), parent)
+    def _details(self, model: str, parent: str = "") -> ModelDetails:
+        """What nobody knows, as before the first load, is empty; nothing is read out of names but GGUF's
+        quantization."""
+        spec, card = self._catalog.registry.specs.get(model), self._catalog.known_card(model)
+        source = spec.source if spec is not None else model
+        tag = source.rpartition("/")[2].partition(":")[2]
+        family, stored = (card.architecture, card.weights) if card is not None else ("", "")
+        gguf = bool(tag) or source.endswith(".gguf") or stored.startswith(GGUF)
+        asked = spec.settings.weight_dtype if spec is not None else None
+        return ModelDetails(
+            parent_model=parent,
+            format="gguf" if gguf else "safetensors",
+            family=family,
+            families=[family] if family else [],
+            parameter_size="",
+            quantization_level=tag or (asked if asked and asked != "auto" else stored.removeprefix(GGUF).strip()),
+        )
 
     def _aliases(self, model: str) -> list[str]:
         spec = self._catalog.registry.specs.get(model)
@@ -195,23 +209,6 @@ class ShowResponse:
     def _on_gpus(self, status: ModelStatus) -> bool:
         hosts = self._catalog.registry.hosts
         return any(hosts[name].host.devices > 0 for name in status.hosts if name in hosts)
-
-
-def _details(model: str, spec: ModelSpec | None, card: ModelCard | None, parent: str = "") -> ModelDetails:
-    """What nobody knows, as before the first load, is empty; nothing is read out of names but GGUF's quantization."""
-    source = spec.source if spec is not None else model
-    tag = source.rpartition("/")[2].partition(":")[2]
-    family, stored = (card.architecture, card.weights) if card is not None else ("", "")
-    gguf = bool(tag) or source.endswith(".gguf") or stored.startswith(GGUF)
-    asked = spec.settings.weight_dtype if spec is not None else None
-    return ModelDetails(
-        parent_model=parent,
-        format="gguf" if gguf else "safetensors",
-        family=family,
-        families=[family] if family else [],
-        parameter_size="",
-        quantization_level=tag or (asked if asked and asked != "auto" else stored.removeprefix(GGUF).strip()),
-    )
 
 
 def _parameters(defaults: Mapping[str, Any]) -> str:

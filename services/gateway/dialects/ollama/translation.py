@@ -38,6 +38,7 @@ from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall
 
 Asked = OllamaChatRequest | OllamaGenerateRequest
+Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
 LATEST = ":latest"  # the tag that a name without one has
 _HUBS = ("hf.co/", "huggingface.co/")
 
@@ -201,7 +202,7 @@ def _quoted(name: str) -> str:
 # --- vectors -------------------------------------------------------------------------------------
 
 
-def embedding_of(request: OllamaEmbedRequest | OllamaEmbeddingsRequest, model: str) -> EmbeddingRequest:
+def embedding_of(request: Embedded, model: str) -> EmbeddingRequest:
     """Raises `InvalidParameter`."""
     if isinstance(request, OllamaEmbeddingsRequest):
         return EmbeddingRequest(model=model, input=request.prompt or "")

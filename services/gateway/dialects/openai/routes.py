@@ -4,11 +4,9 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import CompletionsRoute
-from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.api.backend import GatewayBackend, RequestContext, route, routes_of
+from services.gateway.api.generating import CompletionsRoute, completions
+from services.gateway.api.openapi.operation import Operation, generating
 from services.gateway.dialects.openai import stored_chats
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 
@@ -21,11 +19,10 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
-CHAT = Operation(
+CHAT = generating(
     "POST /v1/chat/completions",
     "createChatCompletion",
     "Messages in, an answer out.",
-    "Chat",
     "With `stream: true` the answer comes as server-sent events, the last of them `data: [DONE]`. The `id` of an "
     "event is a position in the generation's log: any gateway goes on behind it (`Last-Event-ID`).",
     request=ChatCompletionRequest,
@@ -36,41 +33,38 @@ CHAT = Operation(
     },
     response=shapes.ChatCompletion,
     events=(shapes.ChatCompletionChunk,),
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
+    tag="Chat",
 )
-COMPLETIONS = Operation(
+COMPLETIONS = generating(
     "POST /v1/completions",
     "createCompletion",
     "A prompt in, its continuation out.",
-    "Completions",
     "`prompt` is a text, texts, token ids, or lists of token ids.",
     request=CompletionRequest,
     example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time", "max_tokens": 32},
     response=shapes.Completion,
     events=(shapes.Completion,),
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
+    tag="Completions",
 )
 RENDER_CHAT = Operation(
     "POST /v1/chat/completions/render",
     "renderChatCompletion",
     "The tokens that the model would read of a chat, as in vLLM.",
-    "Tokens",
     request=ChatCompletionRequest,
     example=CHAT.example,
     response=RenderedPrompt,
     errors=(404,),
+    tag="Tokens",
 )
 RENDER_COMPLETION = Operation(
     "POST /v1/completions/render",
     "renderCompletion",
     "The tokens that the model would read of each prompt, as in vLLM.",
-    "Tokens",
     request=CompletionRequest,
     example=COMPLETIONS.example,
     response=list[RenderedPrompt],
     errors=(404,),
+    tag="Tokens",
 )
 
 
@@ -86,24 +80,20 @@ async def render_completion(ask: RequestContext) -> list[RenderedPrompt]:
     return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
 
 
-def chat_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """Those of stored chats too."""
-    create = CompletionsRoute("chat.completions", backend, settings)
+def _chats(backend: GatewayBackend) -> list[BaseRoute]:
+    """Their making, and the list of those that are stored, which have one path."""
+    create = CompletionsRoute("chat.completions", backend)
 
     async def created(ask: RequestContext) -> None:
         await create(ask.scope, ask.receive, ask.send)
 
-    return [
-        route(backend, settings, (RENDER_CHAT, render_chat)),  # before the stored chats: it is no id
-        route(backend, settings, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create),
-        *stored_chats.routes(backend, settings),
-    ]
+    return [route(backend, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create)]
 
 
-def completion_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """All of them."""
-    create = CompletionsRoute("completions", backend, settings)
-    return [
-        route(backend, settings, (RENDER_COMPLETION, render_completion)),
-        ApiRoute(create, COMPLETIONS, direct=create),
-    ]
+chat_routes = (
+    routes_of((RENDER_CHAT, render_chat)),  # before the stored chats: it is no id
+    _chats,
+    stored_chats.one_chat_routes,
+    routes_of((RENDER_COMPLETION, render_completion)),
+    completions("completions", COMPLETIONS, direct=True),
+)

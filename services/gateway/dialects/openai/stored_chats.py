@@ -1,23 +1,21 @@
 """GET of /v1/chat/completions; GET, POST and DELETE of one; GET of its messages."""
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import convert
 from services.gateway.core.pagination import ListPage
-from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
 from services.gateway.intake.schemas import NamedMetadata
 from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
 
 PATH = "/v1/chat/completions"
 ONE = PATH + "/{generation}"
-TAG = "Chat"
+_operation = partial(Operation, tag="Chat")
 
 
 class ChangedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,55 +53,42 @@ class StoredCompletions(ListPage):
     data: list[shapes.ChatCompletion]
 
 
-LIST = Operation(
+LIST = _operation(
     f"GET {PATH}",
     "listChatCompletions",
     "The chat completions that were made with `store: true`.",
-    TAG,
     "`metadata[key]=value`, as often as you like, leaves those that have these metadata.",
     response=StoredCompletions,
     query=ChatsQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(
+RETRIEVE = _operation(
     f"GET {ONE}",
     "retrieveChatCompletion",
     "A chat completion that was made with `store: true`.",
-    TAG,
     response=shapes.ChatCompletion,
     errors=(504,),
 )
-CHANGE = Operation(
+CHANGE = _operation(
     f"POST {ONE}",
     "updateChatCompletion",
     "Updates the metadata of a stored chat completion.",
-    TAG,
     request=ChangedChat,
     example={"metadata": {"topic": "geography"}},
     response=shapes.ChatCompletion,
     errors=(504,),
 )
-DELETE = Operation(
-    f"DELETE {ONE}",
-    "deleteChatCompletion",
-    "Deletes a stored chat completion.",
-    TAG,
-    response=DeletedChat,
-    errors=(504,),
+DELETE = _operation(
+    f"DELETE {ONE}", "deleteChatCompletion", "Deletes a stored chat completion.", response=DeletedChat, errors=(504,)
 )
-MESSAGES = Operation(
+MESSAGES = _operation(
     f"GET {ONE}/messages",
     "listChatCompletionMessages",
     "The messages that a stored chat completion answers.",
-    TAG,
     response=StoredMessages,
     query=MessagesQuery,
     errors=(504,),
 )
-
-
-BODY_BYTES = 64 << 10
-_decoder = msgspec.json.Decoder(ChangedChat)
 
 
 async def list_chats(ask: RequestContext) -> bytes:
@@ -122,7 +107,7 @@ async def retrieve(ask: RequestContext) -> bytes:
 
 async def change(ask: RequestContext) -> bytes:
     chats = ask.parts.stored_chats
-    metadata = decode(await ask.body(BODY_BYTES), _decoder).metadata
+    metadata = (await ask.decoded(ChangedChat)).metadata
     with ask.history_budget() as budget:
         return await chats.change(ask.named("generation"), ask.tenant, metadata or {}, budget)
 
@@ -140,9 +125,4 @@ async def list_messages(ask: RequestContext) -> bytes:
         return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted, budget)
 
 
-def routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """Those of one chat."""
-    return [
-        route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
-        route(backend, settings, (MESSAGES, list_messages)),
-    ]
+one_chat_routes = routes_of((RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete), (MESSAGES, list_messages))

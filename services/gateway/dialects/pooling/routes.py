@@ -1,15 +1,13 @@
 """POST /v1/embeddings, /v1/rerank, /v1/score and /v1/classify, also under the other paths that clients know them by."""
 
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import GatewayBackend
-from services.gateway.api.generating import CompletionsRoute
-from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.api.generating import completions
+from services.gateway.api.openapi.operation import OCTETS, generating
 from services.gateway.dialects.pooling.schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 
@@ -101,24 +99,22 @@ class PooledInputs(msgspec.Struct):
     usage: ListUsage
 
 
-EMBEDDINGS = Operation(
+EMBEDDINGS = generating(
     "POST /v1/embeddings",
     "createEmbedding",
     "Texts in, vectors out.",
-    "Embeddings",
     request=EmbeddingRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
     response=shapes.EmbeddingList,
-    response_content=operation.OCTETS,
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
+    response_content=OCTETS,
+    tag="Embeddings",
 )
+_scores = partial(generating, tag="Scores")
 RERANK = tuple(
-    Operation(
+    _scores(
         f"POST {path}",
         name,
         "Documents ranked by how well they answer a query, as Jina and Cohere have it.",
-        "Scores",
         "With a cross-encoder, a language model that is asked for yes or no, or an embedder.",
         request=RerankRequest,
         example={
@@ -128,17 +124,14 @@ RERANK = tuple(
             "top_n": 1,
         },
         response=Ranking,
-        parameters=operation.GENERATING_HEADERS,
-        errors=GENERATING,
     )
     for path, name in (("/v1/rerank", "createRerank"), ("/rerank", "rerank"), ("/v2/rerank", "rerankV2"))
 )
 SCORE = tuple(
-    Operation(
+    _scores(
         f"POST {path}",
         name,
         "Scores of pairs of texts, as in vLLM.",
-        "Scores",
         "One text with one, one with each of several, or several with as many.",
         request=ScoreRequest,
         example={
@@ -147,49 +140,35 @@ SCORE = tuple(
             "text_2": ["Bread is baked.", "Paris is the capital of France."],
         },
         response=Scores,
-        parameters=operation.GENERATING_HEADERS,
-        errors=GENERATING,
     )
     for path, name in (("/v1/score", "createScore"), ("/score", "score"))
 )
 CLASSIFY = tuple(
-    Operation(
+    _scores(
         f"POST {path}",
         name,
         "Texts in, the probabilities of their classes out, as in vLLM.",
-        "Scores",
         request=ClassifyRequest,
         example=EMBEDDINGS.example,
         response=Classes,
-        parameters=operation.GENERATING_HEADERS,
-        errors=GENERATING,
     )
     for path, name in (("/v1/classify", "createClassification"), ("/classify", "classify"))
 )
-POOLING = Operation(
+POOLING = _scores(
     "POST /pooling",
     "pool",
     "What a model makes of texts, vectors or the probabilities of classes, as in vLLM.",
-    "Scores",
     request=PoolingRequest,
     example=EMBEDDINGS.example,
     response=PooledInputs,
-    response_content=operation.OCTETS,
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
+    response_content=OCTETS,
 )
 
 
-def pooling_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[ApiRoute]:
-    """All of them."""
-    embeddings = CompletionsRoute("embeddings", backend, settings)
-    rerank = CompletionsRoute("rerank", backend, settings)
-    score = CompletionsRoute("score", backend, settings)
-    classify = CompletionsRoute("classify", backend, settings)
-    return [
-        ApiRoute(embeddings, EMBEDDINGS),
-        *(ApiRoute(rerank, item) for item in RERANK),
-        *(ApiRoute(score, item) for item in SCORE),
-        *(ApiRoute(classify, item) for item in CLASSIFY),
-        ApiRoute(CompletionsRoute("pooling", backend, settings), POOLING),
-    ]
+pooling_routes = (
+    completions("embeddings", EMBEDDINGS),
+    completions("rerank", *RERANK),
+    completions("score", *SCORE),
+    completions("classify", *CLASSIFY),
+    completions("pooling", POOLING),
+)

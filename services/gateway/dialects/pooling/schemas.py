@@ -170,7 +170,6 @@ def _ranked(request: RerankRequest) -> Pairs:
 
 
 def _scored(request: ScoreRequest) -> Pairs:
-    check_fields(request)
     names = ("queries", "documents") if request.text_1 is None else ("text_1", "text_2")
     given = (getattr(request, name) for name in names)
     queries, documents = ([one] if isinstance(one, str) else one for one in given)

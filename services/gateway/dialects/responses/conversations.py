@@ -3,15 +3,14 @@
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
+from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import empty_array
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.responses.conversation.history import History
 from services.gateway.dialects.responses.conversation.items import read_input
 from services.gateway.dialects.responses.routes import Include, ItemList, ItemsQuery, item_list
@@ -25,7 +24,7 @@ from shared.messages.records import ConversationEntry
 
 PATH = "/v1/conversations"
 ONE = f"{PATH}/{{conversation}}"
-TAG = "Conversations"
+_operation = partial(Operation, tag="Conversations")
 _Items = Annotated[list[msgspec.Raw], limits.ADDED_ITEMS.length(description="As in a response's `input`.")]
 
 
@@ -68,71 +67,62 @@ class ConversationItem(msgspec.Struct):
     type: str
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createConversation",
     "A conversation, which responses read and add to.",
-    TAG,
     request=NewConversation,
     needs_body=False,
     example={"items": [{"role": "user", "content": "My name is Ada."}], "metadata": {"topic": "names"}},
     response=StoredConversation,
     errors=(404, 413),
 )
-RETRIEVE = Operation(f"GET {ONE}", "retrieveConversation", "A conversation.", TAG, response=StoredConversation)
-CHANGE = Operation(
+RETRIEVE = _operation(f"GET {ONE}", "retrieveConversation", "A conversation.", response=StoredConversation)
+CHANGE = _operation(
     f"POST {ONE}",
     "updateConversation",
     "Updates the metadata of a conversation.",
-    TAG,
     request=ChangedConversation,
     example={"metadata": {"topic": "geography"}},
     response=StoredConversation,
 )
-DELETE = Operation(
+DELETE = _operation(
     f"DELETE {ONE}",
     "deleteConversation",
     "Deletes a conversation and its items; responses stay.",
-    TAG,
     response=ConversationDeleted,
 )
-LIST_ITEMS = Operation(
+LIST_ITEMS = _operation(
     f"GET {ONE}/items",
     "listConversationItems",
     "The items of a conversation, page by page.",
-    TAG,
     response=ItemList,
     query=ItemsQuery,
 )
-ADD_ITEMS = Operation(
+ADD_ITEMS = _operation(
     f"POST {ONE}/items",
     "createConversationItems",
     "Adds items to a conversation.",
-    TAG,
     request=NewItems,
     example={"items": [{"role": "user", "content": "I live in Rome."}]},
     response=ItemList,
     query=IncludeQuery,
     errors=(413,),
 )
-ITEM = Operation(
+ITEM = _operation(
     f"GET {ONE}/items/{{item}}",
     "retrieveConversationItem",
     "An item of a conversation.",
-    TAG,
     response=ConversationItem,
     query=IncludeQuery,
 )
-DELETE_ITEM = Operation(
+DELETE_ITEM = _operation(
     f"DELETE {ONE}/items/{{item}}",
     "deleteConversationItem",
     "Deletes an item of a conversation.",
-    TAG,
     response=StoredConversation,
 )
 _new = msgspec.json.Decoder(NewConversation)
-_changed = msgspec.json.Decoder(ChangedConversation)
-_new_items = msgspec.json.Decoder(NewItems)
 
 
 def _shown(public_id: str, entry: ConversationEntry) -> dict[str, Any]:
@@ -163,7 +153,7 @@ async def retrieve(ask: RequestContext) -> dict[str, Any]:
 
 async def change(ask: RequestContext) -> dict[str, Any]:
     public_id = ask.named("conversation")
-    metadata = decode(await ask.body(ask.settings.body_limit), _changed).metadata or {}
+    metadata = (await ask.decoded(ChangedConversation, ask.settings.body_limit)).metadata or {}
     return _shown(public_id, await ask.parts.conversations.describe(public_id, ask.tenant, metadata))
 
 
@@ -200,7 +190,7 @@ async def _settled(ask: RequestContext) -> AsyncIterator[HistoryBudget]:
 async def add_items(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     check_include(ask.query(IncludeQuery).include)
-    given = decode(await ask.body(ask.settings.body_limit), _new_items).items
+    given = (await ask.decoded(NewItems, ask.settings.body_limit)).items
     if not given:
         raise empty_array("items")
     items = await _read(ask, given)
@@ -220,11 +210,13 @@ async def delete_item(ask: RequestContext) -> dict[str, Any]:
     return _shown(public_id, await ask.parts.conversations.remove(public_id, ask.tenant, ask.named("item")))
 
 
-def conversation_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
-    """For the application's router."""
-    return [
-        route(backend, settings, (CREATE, create)),
-        route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
-        route(backend, settings, (LIST_ITEMS, list_items), (ADD_ITEMS, add_items)),
-        route(backend, settings, (ITEM, retrieve_item), (DELETE_ITEM, delete_item)),
-    ]
+conversation_routes = routes_of(
+    (CREATE, create),
+    (RETRIEVE, retrieve),
+    (CHANGE, change),
+    (DELETE, delete),
+    (LIST_ITEMS, list_items),
+    (ADD_ITEMS, add_items),
+    (ITEM, retrieve_item),
+    (DELETE_ITEM, delete_item),
+)

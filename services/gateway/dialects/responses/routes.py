@@ -4,19 +4,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.routing import Route
 
-from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import CompletionsRoute, context_of, positions_of, reading, stream
+from services.gateway.api.backend import RequestContext, routes_of
+from services.gateway.api.generating import completions, context_of, positions_of, reading, stream
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, shown_raw
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.endpoint import compacted
 from services.gateway.dialects.responses.endpoint import count_tokens as count
@@ -29,7 +28,6 @@ from services.gateway.dialects.responses.schemas import (
 )
 from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.dialects.responses.translation import own_words
-from services.gateway.intake.decoding import read_query
 from services.gateway.intake.processor import answer_text
 from services.gateway.intake.record import Context
 from services.gateway.lifecycle.idempotency import fingerprint
@@ -74,17 +72,6 @@ class ItemList(ListPage):
     data: Sequence[Item]
 
 
-def retrieval(query: bytes) -> Retrieval:
-    """Of GET /v1/responses/{id}. Raises `InvalidParameter`."""
-    given = read_query(query, Retrieval)
-    check_include(given.include)
-    if given.starting_after is not msgspec.UNSET and not given.stream:
-        raise InvalidParameter(
-            "The 'starting_after' parameter is only allowed when 'stream' is true.", param="starting_after"
-        )
-    return given
-
-
 def item_list(items: Sequence[StoredItem], *, more: bool) -> dict[str, Any]:
     """An `ItemList` of a page of items."""
     return shown_raw([(item.id, item.json) for item in items], more)
@@ -111,7 +98,7 @@ def page_of(items: Sequence[StoredItem], wanted: ItemsQuery, budget: ByteBudget)
 
 
 PATH = "/v1/responses"
-TAG = "Responses"
+_operation = partial(Operation, tag="Responses")
 READING = (504,)  # beside what follows from the path: no token came in time
 
 
@@ -151,11 +138,10 @@ class InputTokens(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-CREATE = Operation(
+CREATE = _operation(
     f"POST {PATH}",
     "createResponse",
     "Input items in, a response out.",
-    TAG,
     "With `stream: true` its events; with `background: true` the response at once, and its text in time.",
     request=ResponseRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of Japan?", "max_output_tokens": 32},
@@ -164,48 +150,43 @@ CREATE = Operation(
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
 )
-COUNT = Operation(
+COUNT = _operation(
     f"POST {PATH}/input_tokens",
     "countInputTokens",
     "How many tokens an input has.",
-    TAG,
     request=InputTokensRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of Japan?"},
     response=InputTokens,
     errors=(404, 504),
 )
-RETRIEVE = Operation(
+RETRIEVE = _operation(
     f"GET {PATH}/{{response}}",
     "retrieveResponse",
     "A response, or its events from a position on.",
-    TAG,
     "With `stream` a `Last-Event-ID` says the same as `starting_after`.",
     response=Response,
     events=(ResponseEvent,),
     query=Retrieval,
     errors=READING,
 )
-DELETE = Operation(
+DELETE = _operation(
     f"DELETE {PATH}/{{response}}",
     "deleteResponse",
     "Cancels and deletes a response.",
-    TAG,
     response=ResponseDeleted,
     errors=READING,
 )
-CANCEL = Operation(
+CANCEL = _operation(
     f"POST {PATH}/{{response}}/cancel",
     "cancelResponse",
     "Cancels a response; one that has ended is returned unchanged.",
-    TAG,
     response=Response,
     errors=READING,
 )
-ITEMS = Operation(
+ITEMS = _operation(
     f"GET {PATH}/{{response}}/input_items",
     "listInputItems",
     "The items that its request brought, page by page.",
-    TAG,
     response=ItemList,
     query=ItemsQuery,
     errors=READING,
@@ -222,11 +203,10 @@ class CompactedResponse(msgspec.Struct):
     usage: dict[str, Any]
 
 
-COMPACT = Operation(
+COMPACT = _operation(
     f"POST {PATH}/compact",
     "compactResponse",
     "A summary of a conversation, which a later request has in its place.",
-    TAG,
     "The model itself writes it. `encrypted_content` is opaque, and no secret.",
     request=CompactRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "My name is Ada, and I live in Rome."},
@@ -240,7 +220,12 @@ CANCEL_TIMEOUT = 5.0
 async def retrieve(ask: RequestContext) -> bytes | None:
     """The object, or its events."""
     responses = ask.parts.responses
-    wanted = retrieval(ask.scope["query_string"])
+    wanted = ask.query(Retrieval)
+    check_include(wanted.include)
+    if wanted.starting_after is not msgspec.UNSET and not wanted.stream:
+        raise InvalidParameter(
+            "The 'starting_after' parameter is only allowed when 'stream' is true.", param="starting_after"
+        )
     with ask.history_budget() as budget:
         found = await _found(ask, budget)
         if not wanted.stream:
@@ -292,7 +277,6 @@ async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
 
 
 async def list_items(ask: RequestContext) -> dict[str, Any]:
-    """The items that a response's request brought, page by page."""
     responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
     check_include(wanted.include)
     await ask.counted()
@@ -303,7 +287,6 @@ async def list_items(ask: RequestContext) -> dict[str, Any]:
 
 
 async def count_tokens(ask: RequestContext) -> InputTokens:
-    """How many tokens an input has."""
     intake = await ask.counted()
     context = Context(ask.request_id, tenant=ask.tenant)
     body = await ask.body(ask.settings.body_limit)
@@ -338,13 +321,14 @@ async def compact(ask: RequestContext) -> CompactedResponse:
     )
 
 
-def response_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
-    """All of them."""
-    return [
-        ApiRoute(CompletionsRoute("responses", backend, settings), CREATE),
-        route(backend, settings, (COUNT, count_tokens)),
-        route(backend, settings, (COMPACT, compact)),
-        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
-        route(backend, settings, (CANCEL, cancel)),
-        route(backend, settings, (ITEMS, list_items)),
-    ]
+response_routes = (
+    completions("responses", CREATE),
+    routes_of(
+        (COUNT, count_tokens),
+        (COMPACT, compact),
+        (RETRIEVE, retrieve),
+        (DELETE, delete),
+        (CANCEL, cancel),
+        (ITEMS, list_items),
+    ),
+)

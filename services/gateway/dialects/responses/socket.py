@@ -13,7 +13,6 @@ from services.gateway.intake.decoding import decode
 from shared.errors import QueueFull
 
 _encode = msgspec.json.encode
-RESPONSES_ROUTE = "/v1/responses"
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str)
 STEER, CREATE = "response.steer", "response.create"
@@ -29,7 +28,7 @@ class ResponseConnection(WebSocketSession):
     One response at a time, and one more for each `stream_id`. An error ends its response, and not the connection.
     """
 
-    route = RESPONSES_ROUTE
+    route = "/v1/responses"
 
     async def handle(self, text: str | bytes) -> None:
         lane: str | None = None

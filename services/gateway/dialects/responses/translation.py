@@ -68,7 +68,7 @@ def chat_request(request: InputFields, items: Sequence[Item], *, stream: bool = 
         "tools": chat_tools(request.tools),
         "verbosity": request.text.verbosity if request.text else None,
     }
-    if isinstance(request, CompactRequest):
+    if isinstance(request, CompactRequest | ResponseRequest):
         body |= {
             "prompt_cache_key": request.prompt_cache_key,
             "prompt_cache_options": _cache_options(request),
@@ -80,8 +80,6 @@ def chat_request(request: InputFields, items: Sequence[Item], *, stream: bool = 
         body |= {
             "logprobs": wants_logprobs(request) or None,
             "max_completion_tokens": 1 if is_prewarm(request) else request.max_output_tokens,
-            "prompt_cache_options": _cache_options(request),
-            "prompt_cache_retention": request.prompt_cache_retention,
             "stream": stream,
             "stream_options": _stream_options(request) if stream else None,
             "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,

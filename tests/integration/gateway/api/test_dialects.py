@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from starlette.routing import WebSocketRoute
+from starlette.routing import BaseRoute, WebSocketRoute
 
 from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import Dialect
@@ -23,16 +23,17 @@ from tests.integration.gateway.fake_ring import MODEL, FakeRing
 HELLO = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
 
 
+def routes(dialect: Dialect) -> list[BaseRoute]:
+    backend = GatewayBackend(Authenticator(), GatewaySettings(), GatewayMetrics(new_registry()))
+    return [route for make in dialect.routes for route in make(backend)]
+
+
 def operations(dialect: Dialect) -> list[Operation]:
-    settings, metrics = GatewaySettings(), GatewayMetrics(new_registry())
-    routes = dialect.routes(GatewayBackend(Authenticator()), settings, metrics)
-    return [item for route in routes if isinstance(route, ApiRoute) for item in route.operations]
+    return [item for route in routes(dialect) if isinstance(route, ApiRoute) for item in route.operations]
 
 
 def sockets(dialect: Dialect) -> list[str]:
-    settings, metrics = GatewaySettings(), GatewayMetrics(new_registry())
-    routes = dialect.routes(GatewayBackend(Authenticator()), settings, metrics)
-    return [route.path for route in routes if isinstance(route, WebSocketRoute)]
+    return [route.path for route in routes(dialect) if isinstance(route, WebSocketRoute)]
 
 
 @pytest.fixture(params=DIALECTS, ids=lambda dialect: dialect.name)

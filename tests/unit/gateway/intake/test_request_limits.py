@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.api.openapi.constraints import constrain
+from services.gateway.api.openapi.document import constrain
 from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.intake.sampling.params import predicted as tokens_of_prediction
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest

@@ -78,20 +78,20 @@ def read_input(given: str | Sequence[msgspec.Raw], identity: str, param: str = "
 def _read_item(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item | Reference:
     kind = _decode(raw, AnyItem, path)
     name = kind.type or ("message" if kind.role is not None else "item_reference")
-    reader = _READERS.get(name)
-    if reader is None:
+    if name not in _READERS:
         raise InvalidParameter(
             f"Invalid value: '{name[:64]}'. This server takes items of the types: {', '.join(_READERS)}.",
             param=f"{path}.type",
         )
-    return reader(raw, path, identity, index)
+    form, read = _READERS[name]
+    item = _decode(raw, form, path)
+    return read(item, path, item.id or (input_id(name, identity, index) if name in ABBREVIATIONS else ""))
 
 
-def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    item = _decode(raw, MessageItem, path)
+def _read_message(item: MessageItem, path: str, item_id: str) -> Item:
     parts = _parts(item.content, f"{path}.content", item.role)
     shown = {
-        "id": item.id or input_id("message", identity, index),
+        "id": item_id,
         "type": "message",
         "status": item.status or "completed",
         "role": item.role,
@@ -100,25 +100,18 @@ def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Ite
     return shown if item.phase is None else shown | {"phase": item.phase}
 
 
-def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    item = _decode(raw, FunctionCallItem, path)
-    return _called(item, path, "function_call", identity, index) | {"arguments": item.arguments} | _from_where(item)
-
-
-def _read_custom_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    item = _decode(raw, CustomToolCallItem, path)
-    return _called(item, path, "custom_tool_call", identity, index) | {"input": item.input} | _from_where(item)
-
-
-def _called(item: CallItem, path: str, kind: str, identity: str, index: int) -> Item:
+def _read_call(item: CallItem, path: str, item_id: str) -> Item:
     _check_given(item, path, _REFUSED_IN_CALLS)
-    return {
-        "id": item.id or input_id(kind, identity, index),
-        "type": kind,
+    _, content = _CALLS[item.type]
+    shown = {
+        "id": item_id,
+        "type": item.type,
         "status": item.status or "completed",
         "call_id": item.call_id,
         "name": item.name,
+        content: getattr(item, content),
     }
+    return shown | _from_where(item)
 
 
 def _from_where(item: CallItem | CallOutputItem) -> Item:
@@ -126,14 +119,13 @@ def _from_where(item: CallItem | CallOutputItem) -> Item:
     return caller | ({"namespace": item.namespace} if item.namespace else {})
 
 
-def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    item = _decode(raw, CallOutputItem, path)
+def _read_output(item: CallOutputItem, path: str, item_id: str) -> Item:
     _check_given(item, path, _REFUSED_IN_OUTPUTS)
     output: Any = item.output
     if not isinstance(output, str):
         output = _parts(output, f"{path}.output", "tool")
     shown = {
-        "id": item.id or input_id(item.type, identity, index),
+        "id": item_id,
         "type": item.type,
         "status": item.status or "completed",
         "call_id": item.call_id,
@@ -142,41 +134,27 @@ def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item
     return shown | _from_where(item)
 
 
-def _read_reasoning(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    item = _decode(raw, ReasoningItem, path)
-    shown: Item = {
-        "id": item.id or input_id("reasoning", identity, index),
-        "type": "reasoning",
-        "summary": item.summary or [],
-    }
-    return shown | {"content": [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]}
+def _read_reasoning(item: ReasoningItem, path: str, item_id: str) -> Item:
+    content = [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]
+    return {"id": item_id, "type": "reasoning", "summary": item.summary or [], "content": content}
 
 
-def _read_compaction(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    given = _decode(raw, CompactionItem, path)
-    item = {"encrypted_content": given.encrypted_content}
-    return compaction.item_of(compaction.summary_of(item, path), given.id or f"cmp_{identity}_in_{index}")
+def _read_compaction(item: CompactionItem, path: str, item_id: str) -> Item:
+    summary = compaction.summary_of({"encrypted_content": item.encrypted_content}, path)
+    return compaction.item_of(summary, item_id)
 
 
-def _read_trigger(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    _decode(raw, TriggerItem, path)
-    return compaction.question()
-
-
-def _read_reference(raw: msgspec.Raw, path: str, identity: str, index: int) -> Reference:
-    return Reference(f"{path}.id", _decode(raw, ItemReference, path).id)
-
-
-_READERS: dict[str, Callable[[msgspec.Raw, str, str, int], Item | Reference]] = {
-    "message": _read_message,
-    "function_call": _read_call,
-    "function_call_output": _read_output,
-    "custom_tool_call": _read_custom_call,
-    "custom_tool_call_output": _read_output,
-    "reasoning": _read_reasoning,
-    compaction.KIND: _read_compaction,
-    compaction.TRIGGER: _read_trigger,
-    "item_reference": _read_reference,
+# By the type: what an item is decoded as, and how it is listed, given its path and its id.
+_READERS: dict[str, tuple[type[Any], Callable[[Any, str, str], Item | Reference]]] = {
+    "message": (MessageItem, _read_message),
+    "function_call": (FunctionCallItem, _read_call),
+    "function_call_output": (CallOutputItem, _read_output),
+    "custom_tool_call": (CustomToolCallItem, _read_call),
+    "custom_tool_call_output": (CallOutputItem, _read_output),
+    "reasoning": (ReasoningItem, _read_reasoning),
+    compaction.KIND: (CompactionItem, _read_compaction),
+    compaction.TRIGGER: (TriggerItem, lambda item, path, item_id: compaction.question()),
+    "item_reference": (ItemReference, lambda item, path, item_id: Reference(f"{path}.id", item_id)),
 }
 
 

@@ -13,7 +13,7 @@ gateway, and `starting_after` n goes on exactly.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from services.gateway.dialects.responses.stream.items import (
     INCOMPLETE,
@@ -31,6 +31,8 @@ from services.gateway.dialects.responses.stream.items import (
 )
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.output import ScoredToken
+
+WritingT = TypeVar("WritingT", bound=Writing)
 
 
 class ResponseStreamEvent(NamedTuple):
@@ -81,26 +83,22 @@ class ResponseEvents:
     def reasoning(self, text: str) -> None:
         """What one token adds to the reasoning, perhaps nothing."""
         if text:
-            writing = self._writing
-            if not isinstance(writing, ReasoningWriting):
-                writing = ReasoningWriting(self._shape.identity, self._next_index(), self._shape.summary)
-                self._begin(writing)
-            self._add(writing.add(text))
+            self._add(self._written(ReasoningWriting).add(text))
 
     def text(self, text: str, scored: Sequence[ScoredToken] = ()) -> None:
         """What one token adds to the message, perhaps nothing."""
         self._scored += self._shape.logprobs(scored)
         if text and self._shape.compacts:
-            self._add(self._summary().add(text))
+            self._add(self._written(CompactionWriting).add(text))
         elif text:
             logprobs, self._scored = self._scored, []
-            self._add(self._message().add(text, logprobs))
+            self._add(self._written(MessageWriting).add(text, logprobs))
 
     def call(self, call_id: str, name: str, *, custom: bool = False) -> None:
         """A call of a function, or of a custom tool, begins."""
         kind = CustomCallWriting if custom else CallWriting
         namespace, name = self._shape.named(name)
-        self._begin(kind(self._shape.identity, self._next_index(), call_id, name, namespace))
+        self._begin(kind(self._shape, self._next_index(), call_id, name, namespace))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that is being written."""
@@ -113,7 +111,7 @@ class ResponseEvents:
         shape = self._shape
         incomplete = None if shape.prewarm else INCOMPLETE.get(reason)
         if not (self._output or self._writing or shape.compacts or shape.prewarm):
-            self._message()
+            self._written(MessageWriting)
         status: ItemStatus = "incomplete" if incomplete else "completed"
         self._close(status)
         self._end(f"response.{status}", status, usage, incomplete=incomplete)
@@ -139,21 +137,13 @@ class ResponseEvents:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _message(self) -> MessageWriting:
-        """The message that is being written; it begins now where there is none."""
-        if isinstance(self._writing, MessageWriting):
+    def _written(self, kind: type[WritingT]) -> WritingT:
+        """The item of that kind that is being written; it begins now where there is none."""
+        if isinstance(self._writing, kind):
             return self._writing
-        message = MessageWriting(self._shape.identity, self._next_index())
-        self._begin(message)
-        return message
-
-    def _summary(self) -> CompactionWriting:
-        """As `_message`, of a response that compacts."""
-        if isinstance(self._writing, CompactionWriting):
-            return self._writing
-        summary = CompactionWriting(self._shape.identity, self._next_index())
-        self._begin(summary)
-        return summary
+        writing = kind(self._shape, self._next_index())
+        self._begin(writing)
+        return writing
 
     def _break_off(self) -> None:
         """What was being written stays as far as it has come; but half a summary must not stand for a conversation."""

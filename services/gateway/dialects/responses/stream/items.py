@@ -131,8 +131,8 @@ class Writing:
 
     kind: ClassVar[str]  # the type of the item
 
-    def __init__(self, identity: str, index: int) -> None:
-        self._id = f"{ABBREVIATIONS[self.kind]}_{identity}_{index}"
+    def __init__(self, shape: ResponseShape, index: int) -> None:
+        self._id = f"{ABBREVIATIONS[self.kind]}_{shape.identity}_{index}"
         self._text: list[str] = []
 
     def item(self, status: ItemStatus) -> Item:
@@ -140,7 +140,7 @@ class Writing:
         raise NotImplementedError
 
     def begin(self) -> list[News]:
-        raise NotImplementedError
+        return [("response.output_item.added", {"item": self.item("in_progress")})]
 
     def done(self) -> list[News]:
         """What comes before `response.output_item.done`."""
@@ -184,10 +184,9 @@ class ReasoningWriting(PartWriting):
 
     kind, part_kind = "reasoning", "reasoning_text"
 
-    def __init__(self, identity: str, index: int, summary: str = "") -> None:
-        """`summary`: how much of it; empty: none."""
-        super().__init__(identity, index)
-        self._summary = Summary(concise=summary == "concise") if summary else None
+    def __init__(self, shape: ResponseShape, index: int) -> None:
+        super().__init__(shape, index)
+        self._summary = Summary(concise=shape.summary == "concise") if shape.summary else None
 
     def add(self, text: str) -> list[News]:
         self._text.append(text)
@@ -285,8 +284,8 @@ class MessageWriting(PartWriting):
 
     kind, part_kind = "message", "output_text"
 
-    def __init__(self, identity: str, index: int) -> None:
-        super().__init__(identity, index)
+    def __init__(self, shape: ResponseShape, index: int) -> None:
+        super().__init__(shape, index)
         self.logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]]) -> list[News]:
@@ -323,9 +322,6 @@ class CompactionWriting(Writing):
         item = compaction_item("".join(self._text), self._id)
         return item | {"encrypted_content": ""} if status == "in_progress" else item
 
-    def begin(self) -> list[News]:
-        return [("response.output_item.added", {"item": self.item("in_progress")})]
-
     def add(self, text: str) -> list[News]:
         self._text.append(text)
         return [("response.compaction.compacting", {"item_id": self._id})]
@@ -340,8 +336,8 @@ class CallWriting(Writing):
     content: ClassVar[str] = "arguments"
     event: ClassVar[str] = "response.function_call_arguments"
 
-    def __init__(self, identity: str, index: int, call_id: str, name: str, namespace: str = "") -> None:
-        super().__init__(identity, index)
+    def __init__(self, shape: ResponseShape, index: int, call_id: str, name: str, namespace: str = "") -> None:
+        super().__init__(shape, index)
         self._call_id = call_id
         self._name = name
         self._namespace: Item = {"namespace": namespace} if namespace else {}
@@ -356,9 +352,6 @@ class CallWriting(Writing):
             **self._namespace,
             self.content: "".join(self._text),
         }
-
-    def begin(self) -> list[News]:
-        return [("response.output_item.added", {"item": self.item("in_progress")})]
 
     def add(self, text: str) -> list[News]:
         self._text.append(text)

@@ -8,9 +8,11 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.inference import Inference
 from services.gateway.api.grpc.requests import chat_request, completion_request
 from services.gateway.auth.authenticator import Authenticator
+from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.schemas import GenerationFields
 from services.gateway.job_kinds import KINDS
+from shared.service.endpoints import new_registry
 from tests.unit.gateway.api.grpc.generate import GENERATED, generate
 
 
@@ -23,9 +25,9 @@ def test_the_generated_code_is_up_to_date(tmp_path: Path) -> None:
 
 def test_every_method_has_an_answer() -> None:
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    backend = GatewayBackend(Authenticator())
+    backend = GatewayBackend(Authenticator(), GatewaySettings(), GatewayMetrics(new_registry()))
     calls = {name: call for kind in KINDS for name, call in kind.calls(backend).items()}
-    methods = Inference(backend, GatewaySettings(), calls).methods()
+    methods = Inference(backend, calls).methods()
     assert {f"/{service.full_name}/{method.name}" for method in service.methods} == methods.keys()
     for method in service.methods:
         assert methods[f"/{service.full_name}/{method.name}"].streamed == method.client_streaming
