@@ -23,8 +23,9 @@ from services.executor.native.library import why_not
 from services.executor.platforms.cpu import Cpu
 from services.executor.training.base import packed
 from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.loading.gguf_checks import converted
 from tests.unit.executor.model.loading.quantized_weights import FORMS
-from tests.unit.executor.model.loading.test_gguf_weights import converted, make
+from tests.unit.executor.model.loading.test_gguf_weights import make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.models import CPU, backward, backward_of_peft, batch_of, reference, trainable, worst

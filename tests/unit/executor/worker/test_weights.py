@@ -33,8 +33,9 @@ from services.executor.worker.weights import Share, ShareRequest
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES
+from tests.unit.executor.model.loading.gguf_checks import converted
 from tests.unit.executor.model.loading.quantized_weights import FORMS
-from tests.unit.executor.model.loading.test_gguf_weights import converted, make
+from tests.unit.executor.model.loading.test_gguf_weights import make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import VARIANTS, make_model, reference_logits

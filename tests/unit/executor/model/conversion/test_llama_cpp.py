@@ -189,5 +189,5 @@ def test_files_of_further_families_are_as_it_has_them(
     source, file = families.make(tmp_path, name, "F32")
     tokens, theirs = read(file, tmp_path)
     with torch.inference_mode():
-        exact = later(torch.stack(logits_of(families.theirs(source), tokens.tolist())))
+        exact = later(torch.stack(logits_of(theirs(source), tokens.tolist())))
     assert (exact.exp() * (exact - theirs)).sum(-1).median() < 1e-4  # of what nearly ties it may choose others
