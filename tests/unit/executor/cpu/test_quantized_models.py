@@ -86,9 +86,6 @@ def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, model_type: s
 
 def test_a_tied_head_is_held_once(tmp_path: Path) -> None:
     packed = runner_of(model_of(tmp_path, "llama"), native=True, weights="int4").packed
-    assert packed is not None
     assert packed.head is packed.embedding
-    assert packed.head.form is not None
     assert packed.head.form.bits == 6
-    assert packed.layers[0].down.form is not None
     assert packed.layers[0].down.form.bits == 4

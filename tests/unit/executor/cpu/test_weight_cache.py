@@ -102,7 +102,6 @@ def test_what_is_read_computes_what_was_built(
     file = cache.find()
     assert file is not None
     found = cache.read(file, 2, lambda *progress: told.append(progress))
-    assert found is not None
     assert found.facts == facts
     assert told[0][0] == 0
     assert told[-1][0] == told[-1][1] > 4096
@@ -137,7 +136,6 @@ def test_what_is_mapped_is_checked_as_what_is_read(tmp_path: Path) -> None:
     assert found is not None
     assert expected is not None
     mapped = cache.map(found, 2)
-    assert mapped is not None
     assert torch.equal(mapped.model.head.packed, expected.model.head.packed)
     whole = file.read_bytes()
     file.unlink()  # who has it mapped keeps it
@@ -183,7 +181,6 @@ def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
     cache_of(tmp_path, model).keep(facts, runner.packed)
     assert [*(tmp_path / "cache").glob("*.packed")] == [file], "what is stale is replaced, not kept beside"
     found = read(cache_of(tmp_path, model))
-    assert found is not None
     assert found.model.scalars.eps == pytest.approx(1e-3)
 
 
@@ -227,7 +224,6 @@ def test_models_and_ranks_have_files_of_their_own(tmp_path: Path) -> None:
         kept(tmp_path, model)
     for model, eps in zip(models, (1e-5, 1e-3), strict=True):
         found = read(cache_of(tmp_path, model))
-        assert found is not None
         assert found.model.scalars.eps == pytest.approx(eps)
         assert cache_of(tmp_path, model, rank=1).find() is None
 

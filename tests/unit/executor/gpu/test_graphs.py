@@ -258,7 +258,6 @@ def test_the_ladder_ends_with_the_most_and_pads_little(most: int) -> None:
     assert rungs[-1] == most
     for count in range(1, most + 1):
         rung = rung_for(count, rungs)
-        assert rung is not None
         assert rung - count < max(4, count / 2, 8 if count > 8 else 0)
     assert rung_for(most + 1, rungs) is None
     assert ladder(32)[:7] == [1, 2, 4, 8, 16, 24, 32]
@@ -309,8 +308,6 @@ def stores(tmp_path: Path) -> tuple[KvStore, KvStore]:
         runner = runner_of(directory, SingleRank(), codec=INT8, limits=limits, summaries=True)
         if limits is not None:
             runner.warm_up()
-            assert runner._steps is not None
-            assert runner._steps._graphs is not None
             assert runner._steps._graphs.rungs == [1]
         script = Script([2 * BLOCK_SIZE], compresses=True)
         for _ in range(2 * BLOCK_SIZE):

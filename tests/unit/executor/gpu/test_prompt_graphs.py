@@ -169,7 +169,6 @@ def test_kernels_compute_the_same_from_a_graph(tmp_path: Path, codec: object, in
     graphed.warm_up()
     decoder = graphed._decoder
     assert isinstance(decoder, GraphedDecoder)
-    assert decoder._graphs is not None
     assert decoder._graphs.prompts is not None
     prompts = Counted(decoder._graphs.prompts)
     decoder._graphs.prompts = prompts  # type: ignore[assignment]

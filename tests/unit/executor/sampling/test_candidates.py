@@ -153,7 +153,6 @@ def test_candidates_are_the_largest_and_their_ties(seed: int, wanted: list[int])
                 continue
             threshold = sorted(values, reverse=True)[min(abs(count), VOCAB) - 1]
             kept = [token for token, value in enumerate(values) if value >= threshold]
-            assert few.ids is not None
             ids = few.ids[few.rows.index(row)].tolist()
             assert ids[: len(kept)] == kept
             assert set(ids[len(kept) :]) <= {VOCAB}

@@ -52,7 +52,6 @@ def served(runner: ModelRunner, leads: bool, vocab: int = 131, chunk: int = 16) 
     found: dict[str, list[Row]] = {}
     while batcher.has_work:
         scheduled = batcher.schedule()
-        assert scheduled is not None
         plan, rows = scheduled
         runner.forward(plan)
         scores = runner.scored if leads else nothing(len(plan.score_rows) // 4, plan.score_top)

@@ -56,7 +56,6 @@ async def finished(jobs: DiagnosticJobs, job: Job) -> JobReply:
     async with asyncio.timeout(10):
         while True:
             reply = jobs.result(job.identity)
-            assert reply is not None
             if reply.done:
                 return reply
             await asyncio.sleep(0)

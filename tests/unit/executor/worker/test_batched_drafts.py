@@ -98,7 +98,6 @@ def generate(
             if (drafting := batcher.plan_drafts()) is not None:
                 batcher.take_drafts(engine.draft(drafting[0], [row.sampling for row in drafting[1]]), 0.001)
             step = batcher.schedule()
-            assert step is not None
             restored += len(as_int32(step[0].restores)) // 2
             sampled = engine.execute(step[0], [row.sampling for row in step[1]])
             for entry in batcher.update(sampled, 0.001)["c"]:

@@ -45,7 +45,6 @@ def served(directory: Path, pooling: str, collectives: Collectives, native: bool
     found: Vectors = {}
     while batcher.has_work:
         scheduled = batcher.schedule()
-        assert scheduled is not None
         plan, rows = scheduled
         runner.forward(plan)
         pooled = runner.pooled if collectives.rank == 0 else np.zeros((len(plan.pools) // 8, hidden), np.float32)

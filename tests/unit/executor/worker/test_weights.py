@@ -173,7 +173,6 @@ def test_a_model_may_say_itself_that_its_codes_are_to_be_unpacked(
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
     packed = runner_of(share_of(directory, weight_dtype=asked)).packed
-    assert packed is not None
     form = packed.layers[0].down.form
     assert (form and form.bits) == bits
 
@@ -240,7 +239,6 @@ def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
     assert packed is not None
     asked = load_settings(ExecutorSettings, threads=2, **kept)
     cache = cache_of(request_for(asked, directory))
-    assert cache is not None
     cache.keep(share.facts, packed)
     assert share_of(directory, **kept).is_cached
     monkeypatch.setattr(PackedFile, "read", lambda *_: pytest.fail("weights were read"))

@@ -124,7 +124,6 @@ def test_another_process_holds_a_model_until_it_ends(full: Store) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code, str(held)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(ModelLoadError, match="is in use; unload it first"):
             remove_model("org/held", "", full)

@@ -326,7 +326,6 @@ def test_a_decoder_of_one_class(tmp_path: Path) -> None:
     row = torch.randn(WIDTH)
     head, facts = _tasks(converted(decoder(tmp_path, {"pooling_type": RANK}, {"cls.output.weight": row})[1]), WIDTH)
     assert (facts["labels"], facts["activation"]) == (["LABEL_0"], "sigmoid")
-    assert head is not None
     assert head.weight.tolist() == [row.tolist()]
 
 

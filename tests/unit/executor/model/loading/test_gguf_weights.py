@@ -288,11 +288,8 @@ BITS = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), 3), "T
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kind: str) -> None:
     file = make(tmp_path, model_type, kind, {"num_hidden_layers": 1}, attn_v="Q6_K")
     runner = runner_of(converted(file), native=True)
-    assert runner.packed is not None
     layer = runner.packed.layers[0]
     down = layer.experts.down if layer.experts else layer.down
-    assert down is not None
-    assert down.form is not None
     assert down.form.bits == BITS.get(kind, int(kind[1]) if kind.startswith("Q") else 4)
     served = {tensor.name: tensor.computed_by for tensor in inspect(file).tensors}
     assert served[f"blk.0.ffn_down{'_exps' if layer.experts else ''}.weight"].startswith("kernel for codes")
@@ -320,10 +317,8 @@ def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str, model_type: 
     def work(rank: int) -> Tensor:
         ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
         runner = runner_of(directory, native=True, collectives=ring)
-        assert runner.packed is not None
         layer = runner.packed.layers[0]
         down = layer.experts.down if layer.experts else layer.down
-        assert down is not None
         assert down.form is not None
         return errors(runner, expected)
 

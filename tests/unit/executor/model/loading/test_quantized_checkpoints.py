@@ -142,9 +142,7 @@ def test_experts_of_gpt_oss_stay_codes(tmp_path: Path, ranks: int) -> None:
     def work(rank: int) -> Tensor:
         ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60) if ranks > 1 else None
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
-        assert runner.packed is not None
         experts = runner.packed.layers[-1].experts
-        assert experts is not None
         assert experts.gate_up.form is not None
         assert experts.down.form is not None
         return errors(runner, expected)
@@ -171,9 +169,7 @@ def test_codes_of_experts_stay_codes_where_they_have_one_format(tmp_path: Path, 
     changes = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes)
     runner = runner_of(checkpoint.quantized, native=True)
-    assert runner.packed is not None
     experts = runner.packed.layers[-1].experts
-    assert experts is not None
     assert [experts.gate_up.form is not None, experts.down.form is not None] == [packed, packed]
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
     spread = torch.stack([row.std() for row in expected]).mean()
@@ -185,7 +181,6 @@ def test_codes_of_experts_stay_codes_where_they_have_one_format(tmp_path: Path, 
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     runner = runner_of(checkpoint.quantized, native=True)
-    assert runner.packed is not None
     assert all(linear.form is not None for linear in runner.packed.layers[0].down.parts)
     assert runner.packed.layers[0].qkv.form is not None
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
@@ -207,7 +202,6 @@ def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -
     def work(rank: int) -> Tensor:
         ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
-        assert runner.packed is not None
         assert runner.packed.layers[0].down.form is not None
         return errors(runner, expected)
 

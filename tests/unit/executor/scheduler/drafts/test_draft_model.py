@@ -143,7 +143,6 @@ def test_a_round_takes_numbers_of_its_own() -> None:
     assert not ring.draft(), "there is nothing to go on from"
     ring.step()
     planned = ring.batcher.plan_drafts()
-    assert planned is not None
     plan, rows = planned
     assert (plan.plan.step, plan.count) == (2, 3)
     passes = DraftPasses(plan, BLOCK)
@@ -154,7 +153,6 @@ def test_a_round_takes_numbers_of_its_own() -> None:
     assert [len(one.block_tables) // 4 for one in made] == [2, 2, 2]
     ring.batcher.take_drafts(ring.model.draft(plan, [row.sampling for row in rows]))
     step = ring.step()
-    assert step is not None
     assert step.step == 5
 
 
@@ -256,7 +254,6 @@ def test_a_failed_step_takes_the_proposals_with_it() -> None:
     ring.step()
     assert ring.draft()
     scheduled = ring.batcher.schedule()
-    assert scheduled is not None
     assert scheduled[1][0].request.generation_id == "a"
     for batch in ring.batcher.fail_step(InternalError("NaN"), [0]).values():
         ring.log += batch

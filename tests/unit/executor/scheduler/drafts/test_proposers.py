@@ -37,7 +37,6 @@ class Said:
             if (round_ := batcher.plan_drafts()) is not None:
                 batcher.take_drafts(model.draft(round_[0], [row.sampling for row in round_[1]]), 0.0001)
             scheduled = batcher.schedule()
-            assert scheduled is not None
             plan, rows = scheduled
             model.copy(plan)
             sampled = fake.execute(plan, [row.sampling for row in rows])
