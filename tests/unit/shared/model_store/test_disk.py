@@ -17,7 +17,7 @@ from shared.model_store.disk import CacheEntry, choose_removals, collect, excess
 from shared.model_store.locks import claimed, hold_model, lock_path, partial
 from shared.model_store.repository import MANIFEST, PARTS, Manifest
 from shared.model_store.settings import Store
-from shared.models import link_gguf
+from tests.unit.shared.model_store.test_catalog import convert
 
 ENTRIES = st.lists(
     st.builds(
@@ -155,11 +155,6 @@ def test_garbage_is_collected_to_a_size(full: Store) -> None:
 def test_what_is_served_from_a_file_elsewhere_counts_little_and_is_named_by_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def convert(gguf: Path, directory: Path, progress: object) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
-        link_gguf(directory, gguf)
-
     monkeypatch.setattr("shared.model_store.catalog.convert_gguf", convert)
     gguf = tmp_path / "my.gguf"
     gguf.write_bytes(bytes(100_000))
