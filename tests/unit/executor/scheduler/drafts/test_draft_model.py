@@ -1,7 +1,7 @@
 """Rounds of a draft model: what they ask for, what they pay for, and that nothing else changes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
@@ -15,6 +15,7 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposer import ProposerMaker
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.scheduler.drafts.proposers.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
 from services.executor.scheduler.drafts.speculation import Offer, Speculation, StepCost
@@ -30,10 +31,18 @@ from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 class Ring:
     """A batcher with a draft model, stepped by hand."""
 
-    def __init__(self, right: float = 1.0, drafts: int = 3, devoted: bool = True, **spec: int) -> None:
-        self.spec = EngineSpec(**{"block_size": BLOCK, "num_blocks": 64, **spec}, **_SIZES, drafts=True)
+    def __init__(
+        self,
+        right: float = 1.0,
+        drafts: int = 3,
+        devoted: bool = True,
+        makers: Iterable[ProposerMaker] = PROPOSERS,
+        with_model: bool = True,
+        **spec: int,
+    ) -> None:
+        self.spec = EngineSpec(BLOCK, **{"num_blocks": 64, **spec}, **_SIZES, drafts=with_model)
         settings = BatchSettings(64, 4, max_drafts=drafts)
-        drafter = Drafter(self.spec, settings, PROPOSERS)
+        drafter = Drafter(self.spec, settings, makers)
         if devoted:
             engine_of(drafter).policy = DevotedPolicy(drafts)
         self.batcher = Scheduler(self.spec, settings, "m", drafter)
