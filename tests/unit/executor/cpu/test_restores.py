@@ -16,13 +16,13 @@ from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache import restore
 from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.kv_cache.offload import BlockCopier, SpillStore
-from services.executor.native.library import why_not
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.cpu.test_decoder import runner_of
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, Script
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 LAYERS = 4
 
 

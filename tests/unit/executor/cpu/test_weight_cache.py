@@ -20,18 +20,17 @@ from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.model_facts import ModelFacts
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.model_store import packed
 from shared.model_store.packed import packed_files
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS, mixed_script
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 LIMIT = 1 << 30
 

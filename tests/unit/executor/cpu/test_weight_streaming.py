@@ -28,17 +28,15 @@ from services.executor.cpu.weight_streaming import (
     plan_residency,
 )
 from services.executor.kv_cache.store import KvStore
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights
 from tests.unit.executor.cpu.test_weight_cache import built, cache_of, logits, model_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS
 
-natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 AROUND = 16 * PAGE  # what Linux maps with a page that is asked for, of those that are in its cache
 LAYERS = st.lists(

@@ -103,11 +103,16 @@ def add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(0)
 
 
+def names_of(architecture: str, layers: int) -> gguf.TensorNameMap:
+    """What files call the tensors of models."""
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, layers)
+
+
 def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, extra: dict[str, str]) -> None:
     architecture = ALL[config.model_type]
     wanted = "llama" if architecture == "mistral" else architecture  # which gguf does not know
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(wanted, config.num_hidden_layers)
     for name, tensor in apart(model.state_dict()):
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue

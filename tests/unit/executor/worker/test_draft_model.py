@@ -12,7 +12,6 @@ import structlog
 
 from services.executor.core.engine import BadLogits
 from services.executor.core.settings import MTP, ExecutorSettings
-from services.executor.native import library
 from services.executor.sampling.sampler import Sampler
 from services.executor.worker.drafting import loading, vocabulary
 from services.executor.worker.drafting.catalog import DRAFT_KINDS
@@ -20,10 +19,10 @@ from services.executor.worker.drafting.heads import Heads
 from services.executor.worker.drafting.whole_models import WholeModels
 from shared.errors import ConfigurationError, InternalError, ModelLoadError
 from shared.messages import SamplingParams
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.drafting_ring import CONTEXT, Generated, Ring, ring_of
 
-natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 21, 40, 3]
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),

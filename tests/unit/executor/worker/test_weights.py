@@ -33,6 +33,7 @@ from services.executor.worker.weights import Share, ShareRequest
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.loading.gguf_checks import converted
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_gguf_weights import make
@@ -40,7 +41,6 @@ from tests.unit.executor.model.loading.test_quantized_checkpoints import make_ch
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import VARIANTS, make_model, reference_logits
 
-natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 SPEC = RankSpec(rank=0, world_size=1, group="g", instance="i", epoch=1, board="", settings={})
 
 

@@ -18,15 +18,12 @@ from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.native.library import why_not
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import Changes, Keys
 from tests.unit.executor.model.ring import CPU, decode_script, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import auto_class, logits_of
-
-native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
 NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
     f"{token}_token_id" for token in ("bos", "eos", "pad")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.model.loading.loader import load_config
 from tests.unit.executor.model.gguf_models import KEYS, Tensors, apart, written
-from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     assert_as_near_as_own_codes,
     assert_codes,
@@ -22,7 +22,6 @@ from tests.unit.executor.model.loading.gguf_checks import (
     converted,
     held_by,
     load,
-    native,
     theirs,
 )
 from tests.unit.executor.model.tiny import make_model
@@ -236,7 +235,7 @@ def test_codes_are_kept(tmp_path: Path, model_type: str) -> None:
     assert_codes(converted(file), ("kv_b_proj",))  # whose keys files have transposed
 
 
-@native
+@natively
 @pytest.mark.parametrize("model_type", in_lanes([name for name in WRITE if name in LOWERED], FAST))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str) -> None:
     _, file = make(tmp_path, model_type, "Q8_0")

@@ -7,7 +7,6 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from torch import Tensor
 from services.executor.model.loading.gguf_transforms import interleaved
 from tests.unit.executor.model.architectures import OWN_NAMES
 from tests.unit.executor.model.common_settings import GROUPED
-from tests.unit.executor.model.gguf_models import Changes, Keys, Tensors, apart, written
-from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
+from tests.unit.executor.model.gguf_models import Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
     assert_as_near_as_own_codes,
@@ -25,7 +24,6 @@ from tests.unit.executor.model.loading.gguf_checks import (
     assert_refused,
     converted,
     held_by,
-    native,
 )
 from tests.unit.executor.model.tiny import BASE, LATENT, build
 
@@ -224,8 +222,7 @@ def whole_of(name: str, own: str) -> str | None:
 
 def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     several: dict[str, list[Tensor]] = {}
     for own, tensor in apart(model.state_dict()):
         if own == "lm_head.weight" and config.tie_word_embeddings:
@@ -269,7 +266,7 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     assert_model(converted(file), ranks, plain, held, unsaid=["attn_config"], spread=0.05)
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes([name for name in MODELS if "/" not in name], [], ["gpt2", "phi2", "falcon"]))
 def test_the_codes_are_the_models(tmp_path: Path, name: str) -> None:
     """Kept as they are, and computed with where the kernels know the model."""

@@ -32,9 +32,9 @@ from services.gateway.tokenizer.templates import TemplateOptions
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.encoders.test_encoders import assert_close, load, logits_of, served, states_of
 from tests.unit.executor.model.encoders.tiny import make_encoder
-from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, add_tokens, written
-from tests.unit.executor.model.lanes import in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import Wrong, converted, native, refused
+from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, add_tokens, names_of, written
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
+from tests.unit.executor.model.loading.gguf_checks import Wrong, converted, refused
 from tests.unit.executor.model.loading.gguf_checks import load as load_decoder
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, make_runner, on_ring
 from tests.unit.executor.model.tiny import make_model
@@ -139,8 +139,7 @@ def keys_of(name: str, config: Any) -> Keys:
 def tensors_of(architecture: str, source: Path) -> Tensors:
     """As a converter names and changes those of the checkpoint."""
     config = load_config(source)
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     for own, tensor in load_file(source / "model.safetensors").items():
         name = re.sub(r"^(model|roberta|distilbert)\.", "", own)
         if name.startswith("pooler."):
@@ -307,7 +306,7 @@ def test_vectors_of_a_decoder(tmp_path: Path) -> None:
     assert _tasks(converted(plain), 9) == (None, {**facts, "generates": True})
 
 
-@native
+@natively
 def test_native_vectors_of_codes(tmp_path: Path) -> None:
     """Q8_0 stays as it is packed, and is nearly what it was made of."""
     source, file = decoder(tmp_path, {"pooling_type": LAST}, kind="Q8_0", hidden_size=96, intermediate_size=128)

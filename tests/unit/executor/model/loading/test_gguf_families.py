@@ -12,8 +12,8 @@ from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, written
-from tests.unit.executor.model.lanes import in_lanes, in_rings
+from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
     assert_codes,
@@ -21,7 +21,6 @@ from tests.unit.executor.model.loading.gguf_checks import (
     assert_near_what_is_unpacked,
     assert_refused,
     converted,
-    native,
     theirs,
 )
 from tests.unit.executor.model.loading.test_gguf_mixtures import EVEN_HEADS, experts_of, of_deepseek, rotations_of
@@ -275,8 +274,7 @@ def keys_of(case: Case, config: Any) -> Keys:
 
 def tensors_of(case: Case, model: Any) -> Tensors:
     wanted = UNKNOWN.get(case.architecture, case.architecture)
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == wanted)
-    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    names = names_of(wanted, model.config.num_hidden_layers)
     for own, tensor in apart(model.state_dict()):
         if own.endswith(tuple(case.listed.values())) or (own == "lm_head.weight" and model.config.tie_word_embeddings):
             continue
@@ -335,7 +333,7 @@ UNUSED = {"sliding_window", "max_window_layers", "attn_config", "ffn_config"}
 CHOOSING = ("deepseek32", "minimax-m3")
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     "name", in_lanes([name for name in CASES if name not in CHOOSING], [], ["glm4moe", "glm4/sections", "dbrx"])
 )

@@ -6,14 +6,13 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
 
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.gguf_models import Changes, Keys, Tensors, apart, written
-from tests.unit.executor.model.lanes import in_lanes, in_rings
+from tests.unit.executor.model.gguf_models import Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
     assert_codes,
@@ -21,7 +20,6 @@ from tests.unit.executor.model.loading.gguf_checks import (
     assert_near_what_is_unpacked,
     assert_refused,
     converted,
-    native,
     theirs,
 )
 from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, make_model
@@ -159,8 +157,7 @@ SUFFIXES = {"expert_bias": ".bias", "_proj": ".weight", "layer_scalar": ".weight
 
 def tensors_of(model: Any, architecture: str) -> Tensors:
     config, state = model.config, model.state_dict()
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     parts = state.items() if architecture == "gemma4" else apart(state)
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in parts:
@@ -219,7 +216,7 @@ UNSAID = {
 }
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes(MODELS, ["gemma4"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, written
-from tests.unit.executor.model.lanes import in_lanes, in_rings
+from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
     assert_as_near_as_own_codes,
@@ -21,7 +21,6 @@ from tests.unit.executor.model.loading.gguf_checks import (
     assert_model,
     assert_refused,
     converted,
-    native,
     theirs,
 )
 from tests.unit.executor.model.ring import mixed_script, on_ring
@@ -289,8 +288,7 @@ QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     joined: list[Tensor] = []
     if architecture in ("bailingmoe2", "mimo2"):
         yield f"blk.{config.num_hidden_layers}.nextn.enorm.weight", torch.ones(config.hidden_size)  # of a head behind
@@ -367,7 +365,7 @@ ROUTERS = ("router.weight", "mlp.gate.weight", "_bias")
 BY_PYTORCH = ("mistral3", "mimo2", "llama4", "llama4/many")
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes(MODELS, FAST, ["llama4", "gpt_oss", "deepseek_v2"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
@@ -383,7 +381,7 @@ def plain_matrices(runner: Any) -> set[str]:
     return {key for key, held in runner._model.named_parameters() if held.dim() > 1 and held.numel()}
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes(["gpt_oss", "llama4"], ["gpt_oss"]))
 def test_ranks_that_share_no_memory_multiply_by_codes(tmp_path: Path, name: str) -> None:
     source, file = make(tmp_path, name, "Q8_0")

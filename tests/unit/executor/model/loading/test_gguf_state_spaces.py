@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
-from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, written
-from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
+from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
     assert_as_near_as_own_codes,
@@ -21,7 +20,6 @@ from tests.unit.executor.model.loading.gguf_checks import (
     assert_refused,
     converted,
     held_by,
-    native,
     theirs,
 )
 from tests.unit.executor.model.loading.test_gguf_mixtures import experts_of
@@ -259,8 +257,7 @@ def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
     if getattr(config, "num_nextn_predict_layers", 0):
         yield f"blk.{config.num_hidden_layers}.nextn.enorm.weight", torch.ones(config.hidden_size)
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     for own, tensor in apart(folded(model)):
         if own.endswith("shared_mlp.input_linear.weight"):
             end = "" if MODELS[name][2].get("num_local_experts") == 0 else "_shexp"
@@ -361,7 +358,7 @@ def test_codes_are_kept(tmp_path: Path, name: str) -> None:
     assert_codes(converted(file))
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes(MODELS, FAST, ["granitemoe", "granitehybrid/dense", "nemotron_h_moe"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")

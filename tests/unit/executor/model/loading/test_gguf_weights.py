@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.collectives.base import Collectives
 from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.loading.checkpoints import convert_gguf
@@ -25,7 +24,7 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.conversion.test_convert import split
 from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, finish, write_gguf
-from tests.unit.executor.model.lanes import in_lanes, in_rings
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading import gguf_checks
 from tests.unit.executor.model.loading.gguf_checks import (
     assert_model,
@@ -33,11 +32,10 @@ from tests.unit.executor.model.loading.gguf_checks import (
     close,
     converted,
     load,
-    native,
     values_of,
 )
 from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
-from tests.unit.executor.model.ring import mixed_script
+from tests.unit.executor.model.ring import in_shared_memory, mixed_script
 from tests.unit.executor.model.tiny import make_model
 
 SIZES = {
@@ -273,7 +271,7 @@ def with_tensor(file: Path, path: Path, name: str, values: Any) -> Path:
 BITS = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), 3), "TQ1_0": 2, "TQ2_0": 2}
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     in_lanes(
@@ -296,7 +294,7 @@ def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kin
     assert_near_what_is_unpacked(file, runner)
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     ("ranks", "kind", "model_type"),
     in_lanes(
@@ -312,17 +310,14 @@ def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str, model_type: 
     file = make(tmp_path, model_type, kind, THREE)
     directory = converted(file)
     expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
-    area = make_area(ranks, 1)
 
-    def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
+    def work(ring: Collectives) -> Tensor:
         runner = runner_of(directory, native=True, collectives=ring)
         layer = runner.packed.layers[0]
         down = layer.experts.down if layer.experts else layer.down
         assert down.form is not None
         return errors(runner, expected)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        ours = next(iter(pool.map(work, range(ranks))))
+    ours = in_shared_memory(ranks, work)[0]
     alone = errors(runner_of(directory, native=True), expected)
     assert ours.mean() < 1.3 * alone.mean()
