@@ -148,6 +148,24 @@ KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+def words(said: Mapping[str, str], more: Keys | None = None) -> Callable[[Any], Keys]:
+    """Keys, and the configuration's words for them; `more`: keys and values. Layers with windows are listed."""
+
+    def keys(config: Any) -> Keys:
+        found = {key: getattr(config, word) for key, word in said.items()}
+        kinds = "attention.sliding_window_pattern"
+        listed = {kinds: [kind == "sliding_attention" for kind in config.layer_types]} if kinds in said else {}
+        return {**found, **listed, **(more or {})}
+
+    return keys
+
 
 def written(
     path: Path,

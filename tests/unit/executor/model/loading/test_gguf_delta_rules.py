@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.executor.model.loading.loader import load_config
-from tests.unit.executor.model.gguf_models import KEYS, Tensors, apart, written
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Tensors, apart, words, written
 from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     assert_as_near_as_own_codes,
@@ -172,13 +172,7 @@ def qwen35(
     return written(path, architecture, {**keys, without: None}, {**held, without: None}, kind)
 
 
-def experts_of(config: Any) -> dict[str, Any]:
-    return {
-        "expert_count": config.num_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
-    }
+experts_of = words({**EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})
 
 
 WRITE: dict[str, Callable[..., Path]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Changes, Keys, Tensors, apart, names_of, words, written
 from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
@@ -49,18 +49,6 @@ def turned_part(config: Any) -> Keys:
 
 def turned_whole(config: Any) -> Keys:
     return {"rope.dimension_count": config.head_dim}
-
-
-def words(said: Mapping[str, str], more: Keys | None = None) -> Callable[[Any], Keys]:
-    """Keys, and the configuration's words for them; `more`: keys and values. Layers with windows are listed."""
-
-    def keys(config: Any) -> Keys:
-        found = {key: getattr(config, word) for key, word in said.items()}
-        kinds = "attention.sliding_window_pattern"
-        listed = {kinds: [kind == "sliding_attention" for kind in config.layer_types]} if kinds in said else {}
-        return {**found, **listed, **(more or {})}
-
-    return keys
 
 
 def of_glm4moe(config: Any) -> Keys:
@@ -168,11 +156,6 @@ def lay_halved(name: str, tensor: Tensor, config: Any) -> Tensors:
     yield from lay_raised(name, tensor, config)
 
 
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
 WINDOWS = {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": "layer_types"}
 SCORES: Keys = {"expert_gating_func": SIGMOID, "expert_weights_norm": True}
 LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}

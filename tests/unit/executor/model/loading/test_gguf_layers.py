@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.gguf_models import Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Changes, Keys, Tensors, apart, names_of, words, written
 from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
@@ -65,19 +65,9 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
 
 
 def keys_of(config: Any) -> Keys:
-    heads = config.num_key_value_heads
-    return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
-        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
-    }
+    epsilon = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
+    widths = dict.fromkeys(("attention.value_length", "rope.dimension_count"), "head_dim")
+    return words({**KEYS, **widths, "attention.layer_norm_rms_epsilon": epsilon})(config)
 
 
 def of_windows(config: Any) -> Keys:
@@ -107,17 +97,9 @@ def of_gemma4(config: Any) -> Keys:
     if config.use_double_wide_mlp:
         keys["feed_forward_length"] = [config.intermediate_size * (1 + (layer >= first)) for layer in layers]
     if config.enable_moe_block:
-        keys |= experts_of(config, config.top_k_experts)
+        keys |= words({**EXPERTS, "expert_used_count": "top_k_experts"})(config)
     keys["attention.value_length"] = keys["rope.dimension_count"] = keys["attention.key_length"]
     return {**of_windows(config), **keys}
-
-
-def experts_of(config: Any, used: int) -> Keys:
-    return {
-        "expert_count": config.num_experts,
-        "expert_used_count": used,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-    }
 
 
 def of_lfm2(config: Any) -> Keys:
@@ -127,7 +109,7 @@ def of_lfm2(config: Any) -> Keys:
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
     if config.model_type == "lfm2_moe":
-        keys |= experts_of(config, config.num_experts_per_tok)
+        keys |= words(EXPERTS)(config)
         keys |= {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
     elif config.block_auto_adjust_ff_dim:
         width = 2 * config.intermediate_size // 3

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Changes, Keys, Tensors, apart, names_of, words, written
 from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
 from tests.unit.executor.model.loading.gguf_checks import (
     Wrong,
@@ -156,6 +156,10 @@ def experts_of(config: Any) -> Keys:
     return keys
 
 
+LOCAL = {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
+local_experts_of = words({**EXPERTS, **LOCAL})
+
+
 def of_deepseek(config: Any, older: bool) -> Keys:
     rope, latent = config.qk_rope_head_dim, config.kv_lora_rank
     keys: Keys = {**experts_of(config), "rope.dimension_count": rope, "attention.kv_lora_rank": latent}
@@ -178,9 +182,7 @@ def of_deepseek(config: Any, older: bool) -> Keys:
 
 def of_minimax(config: Any, older: bool) -> Keys:
     return {
-        "expert_count": config.num_local_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.intermediate_size,
+        **local_experts_of(config),
         "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
         "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
     }
@@ -243,21 +245,10 @@ def of_mimo2(config: Any, older: bool) -> Keys:
     }
 
 
-def of_gpt_oss(config: Any, older: bool) -> Keys:
-    return {
-        "expert_count": config.num_local_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.intermediate_size,
-        "attention.sliding_window": config.sliding_window,
-    }
-
-
 def of_llama4(config: Any, older: bool) -> Keys:
     return {
+        **local_experts_of(config),
         "feed_forward_length": config.intermediate_size_mlp,
-        "expert_count": config.num_local_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.intermediate_size,
         "interleave_moe_layer_step": config.interleave_moe_layer_step,
         "attention.sliding_window": None if "chunked_attention" in config.layer_types else 0,
     }
@@ -272,7 +263,7 @@ OWN_KEYS: Mapping[str, Callable[[Any, bool], Keys]] = {
     "mistral3": of_mistral3,
     "bailingmoe2": of_bailing,
     "mistral4": of_mistral4,
-    "gpt-oss": of_gpt_oss,
+    "gpt-oss": lambda config, older: {**local_experts_of(config), "attention.sliding_window": config.sliding_window},
     "llama4": of_llama4,
 }
 
