@@ -94,8 +94,6 @@ class EdgeParts(NamedTuple):
     answers: _Answers
     app: GatewayApp
     backend: GatewayBackend
-    settings: GatewaySettings
-    metrics: GatewayMetrics
     health: Callable[[], Health]
 
 
@@ -122,10 +120,10 @@ def edge_parts() -> EdgeParts:
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
     authenticator = Authenticator()
     authenticator.complete()
-    backend = GatewayBackend(authenticator)
+    backend = GatewayBackend(authenticator, settings, metrics)
     limiter = Limiter(nobody, "gateway-edge", settings)
     processor = InputProcessor(
-        parts, catalog, cold_starts, tokenizers, nobody, limiter, nobody, StoredTurns(*[nobody] * 3)
+        parts, catalog, cold_starts, tokenizers, nobody, limiter, nobody, StoredTurns(*[nobody] * 4)
     )
     intake = Intake(processor, endpoints, nobody, nobody, authenticator)
     backend.open(BackendParts(intake, nobody, catalog, *[nobody] * (len(BackendParts.__struct_fields__) - 3)))
@@ -133,8 +131,8 @@ def edge_parts() -> EdgeParts:
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")
 
-    app = GatewayApp(backend, OpsApp(health, CollectorRegistry()), settings, metrics, DIALECTS)
-    return EdgeParts(answers, app, backend, settings, metrics, health)
+    app = GatewayApp(backend, OpsApp(health, CollectorRegistry()), DIALECTS)
+    return EdgeParts(answers, app, backend, health)
 
 
 async def serve(port: int, grpc_port: int) -> None:
@@ -148,7 +146,7 @@ async def serve(port: int, grpc_port: int) -> None:
         "proxy_headers": False,
     }
     await HttpServer(parts.app, bind(HOST, port), **options).start()
-    await make_server(parts.backend, parts.settings, parts.health, parts.metrics, grpc_port).start()
+    await make_server(parts.backend, parts.health, grpc_port).start()
     freeze_gc_after_startup()
     print("serving", flush=True)
     await parts.answers.run()

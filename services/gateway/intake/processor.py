@@ -207,7 +207,8 @@ class InputProcessor:
         wanted = wanted_by(request, closes=closes)
         plan, rendering = await rendered(request, card, tokenizer, settings.prompt_limit)
         parsing = plan.parsing(rendering.text)
-        wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
+        if parsing is not None:
+            wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
         if plan.ignored:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self.ignored(context.answer_headers).tell(told)

@@ -301,7 +301,10 @@ def tell_exact(card: ModelCard, context: Context) -> None:
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
     """Tokens that it may come to; where the client names no limit, what answers usually are."""
     most = record.requests[0].max_tokens if asked_tokens(request) else UNNAMED_OUTPUT
-    return sum(len(item.prompt) + min(most, item.max_tokens) * record.choices for item in record.requests)
+    cost = 0
+    for item in record.requests:
+        cost += len(item.prompt) + min(most, item.max_tokens) * record.choices
+    return cost
 
 
 def _check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:
@@ -336,7 +339,9 @@ def _check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> Non
 
 def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) -> None:
     """Raises `PayloadTooLarge` where `count` generations of each of `requests` are too much for the queue."""
-    tokens = sum(len(one.prompt) + len(one.prediction) for one in requests)
+    tokens = 0
+    for one in requests:
+        tokens += len(one.prompt) + len(one.prediction)
     if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
         return
     size = count * sum(len(encode(one)) for one in requests)

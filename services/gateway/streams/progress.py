@@ -33,7 +33,10 @@ class PromptProgress(msgspec.Struct, frozen=True):
 def progress_of(answer: RequestState, now: float) -> PromptProgress | None:
     """None while nothing was told, and from the first token on. `now`: unix seconds. Each prompt counts once, however
     many choices share it."""
-    if not any(generation.computing for generation in answer.generations):
+    for generation in answer.generations:
+        if generation.computing:
+            break
+    else:
         return None
     computed: dict[int, int] = {}
     for generation in answer.generations:

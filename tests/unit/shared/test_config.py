@@ -1,10 +1,10 @@
-"""Settings: precedence, and one sentence for what is wrong."""
+"""Settings: precedence, one sentence for what is wrong, and durations as people write them."""
 
 from pathlib import Path
 
 import pytest
 
-from shared.config import CommonSettings, load_settings, parse_settings, section_of, with_sections
+from shared.config import CommonSettings, load_settings, parse_settings, seconds_of, section_of, with_sections
 from shared.errors import ConfigurationError
 
 
@@ -154,3 +154,16 @@ def test_a_feature_brings_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind.model_fields["exports"].description == "How many."
     monkeypatch.setenv("RYZANSTEIN_EXPORTS", "5")
     assert section_of(OfService(), Section).exports == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("10m", 600), ("2h", 7200), ("1d", 86_400), ("2w", 1_209_600), ("1h30m", 5400), ("1.5h", 5400)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "0s", "-1m", "1 h", "h", "1x", "1h30", "1234567s", "1.5", "٣s"])
+def test_what_is_no_duration(text: str) -> None:
+    assert seconds_of(text) is None

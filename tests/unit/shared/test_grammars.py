@@ -53,13 +53,11 @@ def test_one_process_answers_one_after_the_other(check: GrammarCheck) -> None:
 def test_it_has_none_of_our_settings(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_NATS_PASSWORD", "secret")
     check.check(Grammar("regex", "a+"))
-    assert check._process is not None
     assert b"RYZANSTEIN_" not in Path(f"/proc/{check._process.pid}/environ").read_bytes()
 
 
 def test_a_process_that_was_killed_is_replaced(check: GrammarCheck) -> None:
     check.check(FINE)
-    assert check._process is not None
     check._process.kill()
     check._process.wait()
     assert check.check(FINE).grammar == FINE
@@ -80,7 +78,6 @@ def test_what_is_no_grammar_is_told(grammar: Grammar, reason: str) -> None:
 
 def test_gbnf_becomes_larks_notation() -> None:
     grammar = verdict_on(Grammar("lark", 'root ::= "a" [0-9]+')).grammar
-    assert grammar is not None
     assert "start:" in grammar.text
     assert "GBNF" in verdict_on(Grammar("lark", "root ::= (((")).problem
 

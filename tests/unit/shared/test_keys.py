@@ -10,7 +10,6 @@ from shared.keys import KeyRecord, digest_of, new_key, parse, redact
 def test_a_key_is_its_id_and_a_secret_of_which_only_a_digest_is_kept() -> None:
     key = new_key("acme", 5.0, name="ci", expires=9.0)
     found = parse(key.token)
-    assert found is not None
     identity, secret = found
     assert identity == key.identity
     assert len(secret) == 43  # 256 bits

@@ -65,17 +65,6 @@ TOLD = [
 ]
 
 
-def test_every_error_is_told_with_its_line() -> None:
-    with pytest.raises(ModelsFileError) as caught:
-        read_models_file(BAD, "here.yaml")
-    found = caught.value.problems
-    assert len(found) == len(TOLD), "\n".join(found)
-    for (line, words), problem in zip(TOLD, found, strict=True):
-        assert problem.startswith(f"line {line}: ")
-        assert words in problem
-    assert str(caught.value).startswith(f"here.yaml has {len(TOLD)} errors; nothing was applied:\n  line 4: ")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -154,14 +143,16 @@ TOLD_ADAPTERS = [
 ]
 
 
-def test_every_error_of_adapters_is_told_with_its_line() -> None:
+@pytest.mark.parametrize(("text", "told"), [(BAD, TOLD), (BAD_ADAPTERS, TOLD_ADAPTERS)], ids=["models", "adapters"])
+def test_every_error_is_told_with_its_line(text: str, told: list[tuple[int, str]]) -> None:
     with pytest.raises(ModelsFileError) as caught:
-        read_models_file(BAD_ADAPTERS)
-    found = caught.value.problems
-    assert len(found) == len(TOLD_ADAPTERS), "\n".join(found)
-    for (line, words), problem in zip(TOLD_ADAPTERS, found, strict=True):
+        read_models_file(text, "here.yaml")
+    found, first = caught.value.problems, told[0][0]
+    assert len(found) == len(told), "\n".join(found)
+    for (line, words), problem in zip(told, found, strict=True):
         assert problem.startswith(f"line {line}: ")
         assert words in problem
+    assert str(caught.value).startswith(f"here.yaml has {len(told)} errors; nothing was applied:\n  line {first}: ")
 
 
 def test_adapters_are_read_and_written_again() -> None:

@@ -91,7 +91,6 @@ def test_fields_of_an_object_are_read_and_all_that_is_wrong_is_told() -> None:
     assert spec == ModelSpec("a", "a", least=2, most=2, idle=600.0, settings=ModelSettings(tp=2))
     changed, found = read_spec({"settings": {"tp": None, "kv_memory": 1}, "pinned": True}, base=spec)
     assert not found
-    assert changed is not None
     assert (changed.settings, changed.pinned, changed.least) == (ModelSettings(kv_memory=1), True, 2)
     spec, found = read_spec({"pined": 1, "source": 3, "settings": {"tp": "2", "t": 1}, "aliases": "x"})
     assert spec is None

@@ -126,6 +126,10 @@ class FakeSums:
             tensor[-1] += 1
 
 
+def summing(member: Any, sums: FakeSums) -> Any:
+    return with_symmetric_memory(member, CPU, one_host=True, look=lambda *_: GOOD, make=lambda *_: sums)
+
+
 def on_members(work: Any, ranks: int = 2) -> list[Any]:
     def member(collectives: Any) -> Any:
         return work(Member(collectives._ring, collectives.rank))
@@ -136,13 +140,7 @@ def on_members(work: Any, ranks: int = 2) -> list[Any]:
 def test_small_sums_go_through_the_buffer_and_others_through_nccl() -> None:
     def work(member: Member) -> list[Any]:
         sums = FakeSums(member)
-        ring: Any = with_symmetric_memory(
-            member,  # type: ignore[arg-type]
-            CPU,
-            one_host=True,
-            look=lambda *_: GOOD,
-            make=lambda *_: sums,
-        )
+        ring = summing(member, sums)
         assert isinstance(ring, SymmetricCollectives)
         assert sums.ways == [Way.ONE_SHOT, Way.ONE_SHOT, Way.MULTIMEM, Way.MULTIMEM], "tried at the start"
         sums.ways.clear()
@@ -188,13 +186,7 @@ def test_sums_that_are_wrong_on_one_rank_are_not_used(wrong: Way) -> None:
     def work(member: Member) -> bool:
         sums = FakeSums(member, multicast=False)
         sums.wrong = wrong if member.rank == 1 else None
-        ring = with_symmetric_memory(
-            member,  # type: ignore[arg-type]
-            CPU,
-            True,
-            look=lambda *_: GOOD,
-            make=lambda *_: sums,
-        )
+        ring = summing(member, sums)
         return ring is member
 
     assert on_members(work) == [True, True]
@@ -203,13 +195,7 @@ def test_sums_that_are_wrong_on_one_rank_are_not_used(wrong: Way) -> None:
 def test_multicast_counts_where_all_have_it() -> None:
     def work(member: Member) -> bool:
         sums = FakeSums(member, multicast=member.rank == 0)
-        ring: Any = with_symmetric_memory(
-            member,  # type: ignore[arg-type]
-            CPU,
-            True,
-            look=lambda *_: GOOD,
-            make=lambda *_: sums,
-        )
+        ring = summing(member, sums)
         ring.all_reduce(torch.zeros(2 << 20, dtype=BF16))
         return Way.MULTIMEM in sums.ways
 

@@ -76,10 +76,8 @@ def test_what_is_off_costs_nothing() -> None:
 
 def test_the_prompt_counts_for_the_repetition_penalty_alone() -> None:
     repetition = SamplingState(SamplingParams(repetition_penalty=1.2), [1, 2], [3])
-    assert repetition.counts is not None
     assert sorted(repetition.counts.ids) == [1, 2, 3]
     presence = SamplingState(SamplingParams(presence_penalty=0.5), [1, 2], [3])
-    assert presence.counts is not None
     assert presence.counts.ids.tolist() == [3]
 
 
@@ -90,7 +88,6 @@ def test_a_state_advances_with_its_output() -> None:
     state.advance(5)
     assert state.position == 2
     assert state.uniform() == uniform(9, 2) != first
-    assert state.counts is not None
     assert state.counts.counts.tolist() == [2]
 
 

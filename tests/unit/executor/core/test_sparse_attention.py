@@ -74,7 +74,6 @@ def test_without_a_choice_all_is_read() -> None:
 )
 def test_what_cannot_be_computed_is_refused_by_name(wanted: SparseAttention, kinds: list[str], says: str) -> None:
     error = problem_with(wanted, 16, kinds)
-    assert error is not None
     assert says in error.message
 
 

@@ -3,7 +3,6 @@
 import os
 import statistics
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from msgspec import structs
 from torch import Tensor
 from torch.nn import functional
 
-from services.executor.collectives.base import SingleRank
-from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
@@ -25,17 +23,16 @@ from services.executor.model.adapters.targets import AdapterTarget, targets_of, 
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import build_split, load_config
 from services.executor.model.model_facts import ModelFacts
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.lanes import in_lanes
-from tests.unit.executor.model.ring import CPU, Script
+from tests.unit.executor.model.lanes import in_lanes, natively
+from tests.unit.executor.model.ring import CPU, Script, in_shared_memory
 from tests.unit.executor.model.tiny import ALL_EXPERTS, auto_class, make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 Weights = Mapping[str, LowRank]
 LENGTHS = [47, 25, 14, 7]
@@ -222,19 +219,16 @@ def on_ring(
     directory: Path, world_size: int, adapters: Mapping[int, Weights], weights: str, kept: AdapterDtype
 ) -> tuple[Results, Results]:
     """What the leader of a ring finds, with adapters and without."""
-    area = make_area(world_size, 1)
 
-    def work(rank: int) -> tuple[Results, Results]:
-        ring = SharedMemory(area, rank, world_size, lanes=1, timeout=60) if world_size > 1 else None
+    def work(ring: Collectives) -> tuple[Results, Results]:
         runner = runner_of(directory, native=True, collectives=ring, weights=weights)
-        own = own_targets(directory, world_size, rank)
+        own = own_targets(directory, world_size, ring.rank)
         decoder_of(runner).adapters.keep_as(kept)
         for slot, adapter in adapters.items():
             decoder_of(runner).adapters.load(slot, cut(adapter, own))
         return run(runner), run(runner, dict.fromkeys(SLOTS, -1))
 
-    with ThreadPoolExecutor(world_size) as pool:
-        return next(iter(pool.map(work, range(world_size))))
+    return in_shared_memory(world_size, work)[0]
 
 
 def same(found: Results, expected: Results, sequences: set[int]) -> bool:

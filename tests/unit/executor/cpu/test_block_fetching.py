@@ -22,13 +22,13 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import SamplingParams, SparseAttention
 from tests.unit.executor.cpu.exact_ring import needs_disk
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.drafting_ring import Generated, ring_of
@@ -110,11 +110,10 @@ class Mapped:
 
     def asked(self, layer: int, number: int) -> Tensor:
         """Which blocks of each head the step of that number has asked for: bool [num_quantized, heads]."""
-        assert self.runner.native is not None
         return self.runner.native._asked[layer] == number
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+@natively
 @pytest.mark.parametrize("wanted", [None, PAGES], ids=["dense", "pages"])
 def test_blocks_that_left_memory_give_the_same_bits(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: SparseAttention | None
@@ -136,7 +135,7 @@ def test_blocks_that_left_memory_give_the_same_bits(
         assert chosen.tolist() == [0, 0] if wanted is None else [READ, READ]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+@natively
 def test_a_rank_maps_its_blocks_and_tells_what_they_take(directory: Path, tmp_path: Path) -> None:
     own = {"kv_dtype": "int8", "kv_disk_directory": str(tmp_path / "disk"), "dtype": "bf16", "max_batch_tokens": 64}
     with ring_of(tmp_path, directory, kv_mapped_memory=1 << 20, **own) as ring:

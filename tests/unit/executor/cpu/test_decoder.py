@@ -5,7 +5,6 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,18 @@ from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.products import use_products
 from services.executor.model.quantizing import CODECS
-from services.executor.native.library import why_not
 from services.executor.sampling.candidates import largest_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
 from shared.errors import RingLost
 from tests.unit.executor.model import ring as rings
-from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, NUM_SLOTS, SETTINGS, mixed_script
 from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, auto_class, make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 
 def runner_of(
@@ -266,10 +264,8 @@ def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -
 
     def logits_of(batches: list[dict[int, int]]) -> Tensor:
         """Of the first sequence's last four tokens, which `batches` compute after the others' beginnings."""
-        area = make_area(2, 2)
 
-        def work(rank: int) -> list[Tensor]:
-            ring = SharedMemory(area, rank, 2, lanes=2, timeout=60)
+        def work(ring: Collectives) -> list[Tensor]:
             runner = runner_of(directory, native=True, threads=2, num_blocks=900, collectives=ring)
             assert runner.is_native
             script = rings.Script(lengths, num_blocks=900)
@@ -286,8 +282,7 @@ def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -
                     found += [row for row, (sequence, _) in zip(logits, sampled, strict=True) if sequence == 0]
             return found
 
-        with ThreadPoolExecutor(2) as pool:
-            return torch.stack(next(iter(pool.map(work, range(2)))))
+        return torch.stack(rings.in_shared_memory(2, work, lanes=2)[0])
 
     alone = logits_of([{0: 1}] * 4)
     behind_others = logits_of([{1: 1, 0: 1}, {2: 1, 3: 1, 0: 1}, {0: 1}, {0: 1}])
@@ -453,16 +448,13 @@ def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_
 
 def ring_errors(directory: Path, world_size: int, expected: list[Tensor]) -> Tensor:
     """Of the leader of a ring that sums in shared memory."""
-    area = make_area(world_size, 1)
 
-    def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, world_size, lanes=1, timeout=60)
+    def work(ring: Collectives) -> Tensor:
         runner = runner_of(directory, native=True, collectives=ring)
         assert runner.is_native
         return errors(runner, expected)
 
-    with ThreadPoolExecutor(world_size) as pool:
-        ours = list(pool.map(work, range(world_size)))
+    ours = rings.in_shared_memory(world_size, work)
     assert [part.numel() > 0 for part in ours] == [rank == 0 for rank in range(world_size)]
     return ours[0]
 

@@ -13,13 +13,12 @@ from msgspec import structs
 
 from services.executor.kv_cache.code_groups import to_groups
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.native.library import why_not
 from shared.messages import GenerationRequest, SamplingParams, SparseAttention
 from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks, Said, needs_disk
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 # One after the other, each prompt in one piece, no drafts, and room for all.
 ALONE = Cuts(400, 4096, 1, 0, lookahead=False, spills=False, session_ttl=0.0, seed=0)

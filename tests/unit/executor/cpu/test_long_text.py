@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from services.executor.kv_cache.codecs import INT8
-from services.executor.native.library import why_not
 from shared.messages import GenerationRequest, SamplingParams, SparseAttention
 from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks
 from tests.unit.executor.model.induction import PASSAGE, make_induction_model
+from tests.unit.executor.model.lanes import natively
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 LENGTH, BLOCK = 1200, 16
 FIRST, *REST = PASSAGE

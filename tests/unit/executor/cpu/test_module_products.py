@@ -12,12 +12,12 @@ from services.executor.cpu.module_products import use_native_products
 from services.executor.model.adapters.targets import targets_of
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import CODECS
-from services.executor.native.library import load_library, why_not
-from tests.unit.executor.model.lanes import in_lanes
+from services.executor.native.library import load_library
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.ring import CPU, runner_around
 from tests.unit.executor.model.test_adapters import OF_SEQUENCES, adapted, computed, loads_of
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 
 @pytest.mark.parametrize("architecture", in_lanes(["qwen3_moe", "deepseek_v2"], ["qwen3_moe"]))

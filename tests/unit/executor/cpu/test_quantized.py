@@ -15,9 +15,10 @@ from services.executor.cpu.packed_linear import PackedLinear, PackedSegment, alt
 from services.executor.cpu.quantized import PackedFormat, activation_span, format_of, pack_rows, servable, unpacked
 from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
 from services.executor.native.library import RzFormat, RzModel, kernels_at, levels, load_library, why_not
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 COLUMNS, OUTPUTS, ROWS = 640, 70, 13
 # 320 is no group of the kernels, and becomes one that is; 640 is the row.
 GROUPS = (16, 32, 64, 128, 320, 640)

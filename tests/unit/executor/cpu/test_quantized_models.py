@@ -1,21 +1,19 @@
 """Models whose weights were quantized while they were loaded: the kernels against PyTorch with unpacked weights."""
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.collectives.base import Collectives
 from services.executor.model.quantizing import CODECS
-from services.executor.native.library import why_not
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.lanes import LOWERED, STYLES, in_lanes
-from tests.unit.executor.model.ring import mixed_script
+from tests.unit.executor.model.lanes import LOWERED, STYLES, in_lanes, natively
+from tests.unit.executor.model.ring import in_shared_memory, mixed_script
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 # Of inner widths that two and three ranks do not share equally.
 WIDE = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 5}
@@ -70,25 +68,19 @@ def test_every_family_is_served(tmp_path: Path, model_type: str) -> None:
 def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, model_type: str, weights: str) -> None:
     directory = model_of(tmp_path, model_type)
     expected = truth(directory, mixed_script()[0].sequences)
-    area = make_area(ranks, 1)
 
-    def work(rank: int) -> torch.Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
+    def work(ring: Collectives) -> torch.Tensor:
         runner = runner_of(directory, native=True, collectives=ring, weights=weights)
         assert runner.is_native
         return errors(runner, expected)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        ours = next(iter(pool.map(work, range(ranks))))
+    ours = in_shared_memory(ranks, work)[0]
     alone = errors(runner_of(directory, native=True, weights=weights), expected)
     assert ours.mean() < 1.3 * alone.mean()
 
 
 def test_a_tied_head_is_held_once(tmp_path: Path) -> None:
     packed = runner_of(model_of(tmp_path, "llama"), native=True, weights="int4").packed
-    assert packed is not None
     assert packed.head is packed.embedding
-    assert packed.head.form is not None
     assert packed.head.form.bits == 6
-    assert packed.layers[0].down.form is not None
     assert packed.layers[0].down.form.bits == 4

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.native.library import why_not
 from tests.unit.executor.cpu.recurring import SHAPES, Layer, Piece, Recurring, expected, rows_of
+from tests.unit.executor.model.lanes import natively
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 ROWS = 37
 

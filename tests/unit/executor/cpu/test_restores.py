@@ -16,13 +16,13 @@ from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache import restore
 from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.kv_cache.offload import BlockCopier, SpillStore
-from services.executor.native.library import why_not
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.cpu.test_decoder import runner_of
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, Script
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 LAYERS = 4
 
 
@@ -60,7 +60,6 @@ class Case:
         blocks = [NUM_BLOCKS * (codec is not None) + block for block in self.script._tables[0][:8]]
         saves = [(block, slot) for slot, block in enumerate(blocks)]
         self.runner.forward(structs.replace(first, token_ids=b"", saves=to_bytes(saves)))
-        assert self.spill.disk is not None
         self.spill.disk.flush()
         for block in blocks:
             store.load(block, bytes(store.block_bytes(block)))

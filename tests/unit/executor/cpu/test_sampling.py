@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,17 +9,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import BadLogits, GrammarFailed, SampledToken
 from services.executor.core.sampling_state import Mask, SamplingState
 from services.executor.cpu.sampling import NativeRows
 from services.executor.native.library import RzModel, kernels_at, levels
-from services.executor.sampling.candidates import WANT, Few, RowLogits, TorchRows, Wants, collect
+from services.executor.sampling.candidates import WANT, Few, TorchRows, Wants, collect
 from services.executor.sampling.sampler import Sampler, wants_of
 from shared.errors import ConfigurationError
 from shared.messages import SamplingParams
-from tests.unit.executor.model.ring import on_ring
-from tests.unit.executor.sampling.test_candidates import ACTIVE, assert_same, counts, logits_of, params_, tokens_
+from tests.unit.executor.sampling.test_candidates import (
+    ACTIVE,
+    assert_same,
+    counts,
+    logits_of,
+    of_leader,
+    params_,
+    tokens_,
+)
 
 THREADS = 2
 WIDTHS = (1, 5, 16, 63, 64, 157, 1000, 5003)
@@ -54,16 +60,9 @@ def states_of(*params: dict[str, object], seeds: int = 1) -> list[SamplingState]
 
 def drawn(rows: NativeRows, logits: torch.Tensor, states: list[SamplingState], cuts: list[int]) -> list[SampledToken]:
     """From what rank 0 gets when each rank has its span of `logits`."""
-    wants, spans = wants_of(states, logits.shape[1]), list(pairwise([0, *cuts, logits.shape[1]]))
-    widths = [end - begin for begin, end in spans]
-
-    def work(collectives: Collectives) -> RowLogits | None:
-        begin, end = spans[collectives.rank]
-        search = rows if len(spans) == 1 else None  # one caller at a time
-        return collect(logits[:, begin:end].contiguous(), wants, collectives, widths, search)
-
-    found, *_ = on_ring(len(spans), work)
-    assert found is not None
+    wants, widths = wants_of(states, logits.shape[1]), np.diff([0, *cuts, logits.shape[1]]).tolist()
+    search = None if cuts else rows  # one caller at a time
+    found = of_leader(logits, widths, lambda local, ring: collect(local, wants, ring, widths, search))
     return Sampler(rows).sample(found, states)
 
 
@@ -197,7 +196,6 @@ def test_every_level_draws_and_weighs_the_same() -> None:
         handle = library.rz_decoder_new(ctypes.byref(model), THREADS, None)
         rows = NativeRows(library, handle)
         found = collect(logits, wants_of(states, 5003), SingleRank(), [5003], rows)
-        assert found is not None
         tables = [
             (table.scores.numpy().tobytes(), table.totals is None or table.totals.tolist()) for table in found.tables
         ]

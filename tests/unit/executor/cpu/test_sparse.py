@@ -11,23 +11,24 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.sparse_attention import SparsePattern
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.step_plan import to_bytes
 from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import sparse_attention
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.catalog import backend_of
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.data_types import BlockDType
 from shared.messages import SparseAttention
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
+from tests.unit.executor.model.test_sparse_attention import sparsely
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 LENGTH, BLOCKS = 901, 300
 PAGES = SparseAttention(threshold=100, sinks=6, recent=30, budget=64, share=0.2, dense_layers=0)
@@ -58,11 +59,6 @@ def runner_of(
     if native:
         return backend_of(CPU).runner(RunnerRequest(model, store, layout, SingleRank(), CPU, 2))
     return ModelRunner(model, widths_of(model), store, SingleRank(), CPU)
-
-
-def sparsely(plan: StepPlan, wanted: SparseAttention | None) -> StepPlan:
-    sequences = len(plan.query_lens) // 4
-    return structs.replace(plan, sparse=to_bytes(list(SparsePattern.of(wanted)) * sequences))
 
 
 def prefilled(runner: ModelRunner, compresses: bool, wanted: SparseAttention | None) -> Script:
@@ -121,7 +117,6 @@ def test_what_pytorch_chooses_is_read_and_nothing_else(
     assert (expected - dense).abs().max() > 0.01, "the choice tells"
     ((chosen, scores),) = found
     reading = SparsePattern.of(PAGES).reading(LENGTH - 1, BLOCK_SIZE)
-    assert reading is not None
     assert reading.recent - reading.first > 128, "more than one task scores"
 
     native = runner_of(directory, kind, native=True)

@@ -10,12 +10,12 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.model.loading.loader import load_config
-from services.executor.native.library import why_not
 from tests.unit.executor.cpu.test_decoder import pages_of, runner_of, unreadable
 from tests.unit.executor.model import ring as rings
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.model.draft_heads import StateTaps
 from services.executor.model.loading.loader import load_config
-from services.executor.native.library import why_not
 from services.executor.worker.runner import NO_POOLS
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.lanes import LOWERED, STYLES, in_lanes
+from tests.unit.executor.model.lanes import LOWERED, STYLES, in_lanes, natively
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import auto_class, make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 PROMPT = 40
 
 

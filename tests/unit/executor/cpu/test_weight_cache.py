@@ -20,18 +20,17 @@ from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.model_facts import ModelFacts
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.model_store import packed
 from shared.model_store.packed import packed_files
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS, mixed_script
 from tests.unit.executor.model.tiny import make_model
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+pytestmark = natively
 
 LIMIT = 1 << 30
 
@@ -102,7 +101,6 @@ def test_what_is_read_computes_what_was_built(
     file = cache.find()
     assert file is not None
     found = cache.read(file, 2, lambda *progress: told.append(progress))
-    assert found is not None
     assert found.facts == facts
     assert told[0][0] == 0
     assert told[-1][0] == told[-1][1] > 4096
@@ -137,7 +135,6 @@ def test_what_is_mapped_is_checked_as_what_is_read(tmp_path: Path) -> None:
     assert found is not None
     assert expected is not None
     mapped = cache.map(found, 2)
-    assert mapped is not None
     assert torch.equal(mapped.model.head.packed, expected.model.head.packed)
     whole = file.read_bytes()
     file.unlink()  # who has it mapped keeps it
@@ -183,7 +180,6 @@ def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
     cache_of(tmp_path, model).keep(facts, runner.packed)
     assert [*(tmp_path / "cache").glob("*.packed")] == [file], "what is stale is replaced, not kept beside"
     found = read(cache_of(tmp_path, model))
-    assert found is not None
     assert found.model.scalars.eps == pytest.approx(1e-3)
 
 
@@ -227,7 +223,6 @@ def test_models_and_ranks_have_files_of_their_own(tmp_path: Path) -> None:
         kept(tmp_path, model)
     for model, eps in zip(models, (1e-5, 1e-3), strict=True):
         found = read(cache_of(tmp_path, model))
-        assert found is not None
         assert found.model.scalars.eps == pytest.approx(eps)
         assert cache_of(tmp_path, model, rank=1).find() is None
 

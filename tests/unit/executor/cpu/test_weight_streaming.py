@@ -28,17 +28,15 @@ from services.executor.cpu.weight_streaming import (
     plan_residency,
 )
 from services.executor.kv_cache.store import KvStore
-from services.executor.native.library import why_not
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights
 from tests.unit.executor.cpu.test_weight_cache import built, cache_of, logits, model_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS
 
-natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 AROUND = 16 * PAGE  # what Linux maps with a page that is asked for, of those that are in its cache
 LAYERS = st.lists(
@@ -118,7 +116,6 @@ class Case:
     @property
     def layers(self) -> list[LayerExtents]:
         file = self.cache.find()
-        assert file is not None
         pages = file._pages()
         found = packed_file._layers_of(file._model_over(pages), pages.data_ptr())
         file.close()
@@ -166,14 +163,12 @@ def test_the_same_bits_whatever_is_in_memory(
     whole = sum(layer.size for layer in case.layers)
     for budget in (least, least + whole // 3):
         found = case.stream(budget)
-        assert found.streamer is not None
         assert 0 < len(found.streamer.layers) <= 6
         assert found.streamer.weights.memory <= budget
         runner = case.runner_of(found)
         for _ in range(2):  # again, with what the first ones have left
             for ours, theirs in zip(logits(runner), expected, strict=True):
                 assert torch.equal(ours, theirs)
-        assert runner.native is not None
         runner.native.close()
         runner.native.close()
 
@@ -203,7 +198,6 @@ def test_memory_stays_within_its_bound(tmp_path: Path, model_type: str) -> None:
     case = Case(tmp_path, model_type, **sizes)
     found = case.stream(case.least)
     streamer = found.streamer
-    assert streamer is not None
     assert streamer.layers == frozenset(range(6))
     runner, layers = case.runner_of(found), case.layers
     for _ in range(2):
@@ -213,7 +207,6 @@ def test_memory_stays_within_its_bound(tmp_path: Path, model_type: str) -> None:
         assert streamer.resident == {0, 1}
         held = resident(streamer.address)
         assert 0 < held <= layers[0].ahead + layers[1].ahead + 2 * AROUND
-    assert runner.native is not None
     runner.native.close()
 
 

@@ -115,7 +115,6 @@ class ScriptedServer:
         elif path not in PATHS[self.kind] or self.told.get(path) is False:
             await answer(writer, 404, {"error": {"message": "no such route"}})
         elif json.loads(content).get("stream"):
-            assert self.script is not None
             await self.script(Exchange(reader, writer))
             return False
         else:

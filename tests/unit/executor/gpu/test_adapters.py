@@ -65,7 +65,6 @@ class Adapted:
                 worst = max(worst, float((row - self.expected[sequence][at]).abs().max()))
         if limits is not None:
             graphs = runner._steps._graphs
-            assert graphs is not None
             assert list(graphs._with_adapters) == [4], "three decodes are replayed by a graph of four"
         return worst
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
@@ -58,6 +59,12 @@ class FailingFrom(Rerun):
 
     def memory(self) -> int:
         return self._used
+
+
+def launched(eager: FakeLayers, plan: StepPlan) -> torch.Tensor:
+    """The logits by kernels one by one."""
+    inputs = inputs_of(plan, SHAPE, CPU)
+    return eager.logits(eager.compute(inputs), inputs.sample_rows)
 
 
 def make_graphs(layers: FakeLayers, capture: Rerun | None = None) -> tuple[StepGraphs, GraphedDecoder]:
@@ -176,15 +183,9 @@ def test_tokens_of_the_step_before_are_taken_where_they_lie(sizes: list[int], se
         ahead = random.random(len(ids)) < 0.5
         ids[ahead] = -1 - random.integers(0, len(before), ahead.sum())
         known = np.where(ids < 0, before[np.maximum(-1 - ids, 0)], ids)
-        unknown = StepPlan(**{**_fields(plan), "token_ids": to_bytes(ids)})
-        plan = StepPlan(**{**_fields(plan), "token_ids": to_bytes(known)})
-        inputs = inputs_of(plan, SHAPE, CPU)
-        expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+        unknown, plan = (structs.replace(plan, token_ids=to_bytes(each)) for each in (ids, known))
+        expected = launched(eager, plan)
         assert torch.equal(decoder.launch(unknown, ProgressCounter.unread()).logits, expected)
-
-
-def _fields(plan: StepPlan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__struct_fields__}
 
 
 def test_decodes_and_drafts_are_replayed_alone() -> None:
@@ -198,11 +199,11 @@ def test_decodes_and_drafts_are_replayed_alone() -> None:
     assert graphs.replay(drafts) is not None
     assert graphs.replay(alone) is not None
     filling = {"compressions": to_bytes([(1, 2)])}
-    assert graphs.replay(StepPlan(**{**_fields(alone), **filling})) is not None
+    assert graphs.replay(structs.replace(alone, **filling)) is not None
     pools = {"pools": to_bytes([(0, 1)])}
     far = {"context_lens": to_bytes(as_int32(drafts.context_lens) + MOST_READ_AGAIN)}
     for changed in (filling, pools, far):
-        assert graphs.replay(StepPlan(**{**_fields(drafts), **changed})) is None
+        assert graphs.replay(structs.replace(drafts, **changed)) is None
 
 
 def test_a_chunk_of_a_prompt_is_no_draft() -> None:
@@ -219,8 +220,7 @@ def test_more_sequences_than_the_ladder_has_are_computed_all_the_same() -> None:
     plan = sequences.step(0, [1] * 12)
     assert plan is not None
     assert graphs.replay(plan) is None
-    inputs = inputs_of(plan, SHAPE, CPU)
-    expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+    expected = launched(eager, plan)
     assert torch.equal(decoder.forward(plan, ProgressCounter.unread(), NO_POOLS)[0], expected)
 
 
@@ -233,8 +233,7 @@ def test_what_cannot_be_captured_is_left_out_and_all_is_computed(failing: int, r
     assert graphs.rungs == rungs
     for plan in (sequences.step(0, [5, 2]), sequences.step(1, [])):
         assert plan is not None
-        inputs = inputs_of(plan, SHAPE, CPU)
-        expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+        expected = launched(eager, plan)
         assert torch.equal(decoder.launch(plan, ProgressCounter.unread()).logits, expected)
 
 
@@ -258,7 +257,6 @@ def test_the_ladder_ends_with_the_most_and_pads_little(most: int) -> None:
     assert rungs[-1] == most
     for count in range(1, most + 1):
         rung = rung_for(count, rungs)
-        assert rung is not None
         assert rung - count < max(4, count / 2, 8 if count > 8 else 0)
     assert rung_for(most + 1, rungs) is None
     assert ladder(32)[:7] == [1, 2, 4, 8, 16, 24, 32]
@@ -309,8 +307,6 @@ def stores(tmp_path: Path) -> tuple[KvStore, KvStore]:
         runner = runner_of(directory, SingleRank(), codec=INT8, limits=limits, summaries=True)
         if limits is not None:
             runner.warm_up()
-            assert runner._steps is not None
-            assert runner._steps._graphs is not None
             assert runner._steps._graphs.rungs == [1]
         script = Script([2 * BLOCK_SIZE], compresses=True)
         for _ in range(2 * BLOCK_SIZE):

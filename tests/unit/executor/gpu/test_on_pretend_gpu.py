@@ -71,7 +71,6 @@ def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectiv
         runner = runner_of(directory, ring, codec=codec, limits=LIMITS, device=GPU)
         runner.warm_up()
         assert isinstance(runner._decoder, GraphedDecoder)
-        assert runner._decoder._graphs is not None
         assert runner._decoder._graphs.rungs == [1, 2, 3]
         host.waits.clear()
     script, found = Script([8, 8]), []
@@ -280,7 +279,6 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
         assert ring.spec.drafts, ring.spec.draft_left_out
         assert ring.spec.draft_reads_states
         draft = ring.engine._loaded.draft
-        assert draft is not None
         assert isinstance(draft._head, GraphedHead)
         steps_seen.clear()
         followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(6, 2)

@@ -41,6 +41,7 @@ from tests.unit.executor.gpu.test_graphs import (
     FailingFrom,
     Rerun,
     Sequences,
+    launched,
 )
 from tests.unit.executor.model.ring import BLOCK_SIZE, Script
 
@@ -150,8 +151,7 @@ def test_what_cannot_be_captured_is_left_out_and_all_is_computed() -> None:
     assert prompts.rungs == [LIMITS.max_batch_tokens]
     plan = Sequences(np.random.default_rng(2)).step(0, [5, 12])
     assert plan is not None
-    inputs = inputs_of(plan, SHAPE, CPU)
-    expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+    expected = launched(eager, plan)
     assert torch.equal(decoder.launch(plan, ProgressCounter.unread()).logits, expected)
     decoder._graphs.close()  # type: ignore[union-attr]
     assert prompts.rungs == []
@@ -169,7 +169,6 @@ def test_kernels_compute_the_same_from_a_graph(tmp_path: Path, codec: object, in
     graphed.warm_up()
     decoder = graphed._decoder
     assert isinstance(decoder, GraphedDecoder)
-    assert decoder._graphs is not None
     assert decoder._graphs.prompts is not None
     prompts = Counted(decoder._graphs.prompts)
     decoder._graphs.prompts = prompts  # type: ignore[assignment]

@@ -19,7 +19,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_rows_are_unpacked_as_their_codes_say(codec: str) -> None:
     rows = random_rows(CODECS[codec], 70, 256, DEVICE)
     weight, scratch = grouped_weight(rows), Scratch(torch.bfloat16, DEVICE)
-    assert weight is not None
     assert (weight.outputs, weight.inputs) == (70, 256)
     expected = rows.dequantized()
     for first, end in ((0, 70), (3, 66)):

@@ -170,7 +170,6 @@ class Observed:
 
 def step(ring: Ring, begins: float, seconds: float) -> None:
     planned = ring.batcher.schedule(begins)
-    assert planned is not None
     plan, rows = planned
     ring.take(ring.batcher.update(ring.engine.execute(plan, [row.sampling for row in rows]), seconds))
 

@@ -74,30 +74,20 @@ def test_bytes_that_have_changed_are_lost(disk: DiskSlots, damage: bytes) -> Non
     disk.close()
 
 
-def test_a_write_that_fails_loses_the_block_and_what_was_there_before(
-    disk: DiskSlots, monkeypatch: pytest.MonkeyPatch
+def broken(*_: object) -> int:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("call", ["pwrite", "pread"])
+def test_a_write_that_fails_loses_what_was_there_before_and_a_read_the_block(
+    disk: DiskSlots, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     disk.save(0, block(1))
     disk.flush()
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    disk.save(0, block(2))
-    disk.flush()
-    assert disk.load(0) is None
-    disk.close()
-
-
-def test_a_read_that_fails_is_a_loss(disk: DiskSlots, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk.save(0, block(1))
-    disk.flush()
-
-    def broken(*_: object) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(os, call, broken)
+    if call == "pwrite":
+        disk.save(0, block(2))
+        disk.flush()
     assert disk.load(0) is None
     disk.close()
 
@@ -107,7 +97,6 @@ def test_a_slot_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [spill.find(slot) for slot in range(3)] == [None] * 3
     spill.save(0, content)
     spill.save(1, content)
-    assert spill.disk is not None
     spill.disk.flush()
     assert spill.find(0) == content
     assert spill.find(1) == zlib.crc32(content)
@@ -117,10 +106,6 @@ def test_a_slot_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert spill.read_into(1, rooms, 7)
     assert room == content[7:12]
     assert not spill.read_into(2, rooms, 0), "there are no bytes behind the last slot"
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
     monkeypatch.setattr(os, "preadv", broken)
     assert not spill.read_into(1, rooms, 7)
     spill.close()

@@ -208,7 +208,6 @@ def test_two_rings_of_a_directory_never_share_a_file(tmp_path: Path) -> None:
     killed(other)
     killed(first)
     file = take(place_of(tmp_path))
-    assert file is not None
     assert file.number == 0, "the one of its kind, not the first that is free"
     assert [block.key for block in file.read()] == [key(1)]
     assert place_of(tmp_path).numbers() == [0, 1], "as many as there were rings at once"
@@ -269,7 +268,6 @@ def test_what_is_not_a_file_of_this_user_is_left_alone(tmp_path: Path, monkeypat
     place.path(0, "index").symlink_to(tmp_path / "elsewhere")
     place.path(1, "index").mkdir()
     file, _ = recover(place, CPU, SingleRank())
-    assert file is not None
     assert file.number == 2
     file.close()
     assert (tmp_path / "elsewhere").read_bytes() == b"theirs"
@@ -310,7 +308,6 @@ def test_files_of_ranks_that_a_ring_has_not_are_removed_where_nobody_uses_them(t
     used = SpillFile.open(place_of(tmp_path, rank=2, world_size=3), 0)
     idle = SpillFile.open(place_of(tmp_path, rank=1, world_size=3), 0)
     assert used is not None
-    assert idle is not None
     idle.close()
     begun(place_of(tmp_path))
     names = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".blocks")
@@ -338,7 +335,6 @@ def test_a_store_keeps_the_keys_of_what_it_saves_to_disk(tmp_path: Path) -> None
     spill = SpillStore(1, 2, SIZE, tmp_path)
     file, blocks = recover(place_of(tmp_path), CPU, SingleRank())
     assert file is not None
-    assert spill.disk is not None
     spill.disk.keep_in(file, blocks)
     spill.save(0, content(1), key(1))
     spill.save(1, content(1), key(1))

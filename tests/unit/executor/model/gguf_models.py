@@ -1,6 +1,6 @@
 """Tiny models written as GGUF files, with the package `gguf`: what other programs make of transformers' models."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+Keys = dict[str, Any]
+Tensors = Iterator[tuple[str, torch.Tensor]]  # by the file's names
+Changes = Mapping[str, torch.Tensor | None]
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -43,11 +46,15 @@ def write_gguf(directory: Path, path: Path, kind: str, scaling: Mapping[str, Any
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(f"{ALL[config.model_type]}.rope.scaling.{name}", value)
     add_tensors(writer, model, config, kind, extra)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -96,11 +103,16 @@ def add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(0)
 
 
+def names_of(architecture: str, layers: int) -> gguf.TensorNameMap:
+    """What files call the tensors of models."""
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, layers)
+
+
 def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, extra: dict[str, str]) -> None:
     architecture = ALL[config.model_type]
     wanted = "llama" if architecture == "mistral" else architecture  # which gguf does not know
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(wanted, config.num_hidden_layers)
     for name, tensor in apart(model.state_dict()):
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
@@ -122,6 +134,66 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
         chosen = next((other for end, other in extra.items() if f"{end}.weight" in stored), kind)
         type_ = gguf.GGMLQuantizationType[chosen]
         writer.add_tensor(stored, stored_as(tensor.numpy(), type_), raw_dtype=type_)
+
+
+# The file's keys, and the words of most configurations for them.
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+def words(said: Mapping[str, str], more: Keys | None = None) -> Callable[[Any], Keys]:
+    """Keys, and the configuration's words for them; `more`: keys and values. Layers with windows are listed."""
+
+    def keys(config: Any) -> Keys:
+        found = {key: getattr(config, word) for key, word in said.items()}
+        kinds = "attention.sliding_window_pattern"
+        listed = {kinds: [kind == "sliding_attention" for kind in config.layer_types]} if kinds in said else {}
+        return {**found, **listed, **(more or {})}
+
+    return keys
+
+
+def written(
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Changes,
+    kind: str,
+    tokenizer: Callable[[gguf.GGUFWriter, int], None] = add_tokens,
+) -> Path:
+    """The file `path`: `keys` behind the architecture's name, matrices of type `kind`; what is None is left out."""
+    path.parent.mkdir(exist_ok=True)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    adders = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+    for key, value in keys.items():
+        if isinstance(value, list):
+            writer.add_array(key if key.startswith("xielu.") else f"{architecture}.{key}", value)
+        elif value is not None:
+            adders[type(value)](f"{architecture}.{key}", value)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if name == "token_embd.weight":
+            tokenizer(writer, tensor.shape[0])
+        is_matrix = tensor.dim() > 1 and not any(word in name for word in ("conv1d", "ffn_gate_inp", "norm", "altup_"))
+        type_ = gguf.GGMLQuantizationType[kind if is_matrix and tensor.shape[-1] % 32 == 0 else "F32"]
+        writer.add_tensor(name, stored_as(tensor.float().contiguous().numpy(), type_), raw_dtype=type_)
+    finish(writer)
+    return path
 
 
 def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

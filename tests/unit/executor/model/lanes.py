@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from services.executor.families.registry import DECODERS
+from services.executor.native.library import why_not
+
+natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
 STYLES = {
     "llama",  # keys and values of each layer, norms before it

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
@@ -87,6 +88,15 @@ def on_ring(world_size: int, work: Callable[[Collectives], Result]) -> list[Resu
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]
+
+
+def in_shared_memory(ranks: int, work: Callable[[Collectives], Result], lanes: int = 1) -> list[Result]:
+    """The same on ranks that sum in shared memory."""
+    if ranks == 1:
+        return [work(SingleRank())]
+    area = make_area(ranks, lanes)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: work(SharedMemory(area, rank, ranks, lanes=lanes, timeout=60)), range(ranks)))
 
 
 def make_runner(

@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from transformers import CONFIG_MAPPING
 
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.model.adapters.targets import AdapterTarget, targets_of
+from services.executor.model.adapters.targets import AdapterTarget, targets_of, whole_targets
+from services.executor.model.card import adapter_widths
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import LinearShard
 from services.executor.model.products import use_products
 from services.executor.model.quantizing import CODECS
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
-from tests.unit.executor.model.architectures import settings_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
+from tests.unit.executor.model.lanes import TRAINED, in_lanes
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.model.ring import CPU, Script, make_runner, mixed_script, on_ring, runner_around
 from tests.unit.executor.model.tiny import build, logits_of
@@ -191,3 +193,34 @@ def load_quantized(directory: Path, form: str) -> Any:
     config = load_config(directory)
     layout = ShardLayout.from_config(config, 1, 0)
     return load_model(directory, torch.float32, layout, SingleRank(), CPU, lambda done, total: None, CODECS[form])
+
+
+# --- how wide -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.partition("/")[0] in TRAINED])
+def test_what_is_trained_is_no_wider(name: str) -> None:
+    config = CONFIG_MAPPING[name.partition("/")[0]](**settings_of(name))
+    widths = adapter_widths(config.to_diff_dict())
+    of_names: dict[str, int] = {}
+    for target in whole_targets(config):
+        last = target.name.rpartition(".")[2]
+        of_names[last] = of_names.get(last, 0) + target.inputs + target.outputs
+    assert sum(of_names.values()) <= sum(widths.values())
+    for last, width in of_names.items():
+        assert width <= widths.get(last, sum(widths.values())), last
+
+
+def test_llamas_linears_are_told_by_name() -> None:
+    config = {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    }  # fmt: skip
+    widths = adapter_widths(config)
+    assert widths["q_proj"] == widths["o_proj"] == 30 * (576 + 576)
+    assert widths["k_proj"] == 30 * (576 + 192)
+    assert sum(widths.values()) * 16 == 4_884_480, "of SmolLM2 135M, rank 16"
+
+
+def test_what_does_not_tell_has_none() -> None:
+    assert adapter_widths({"hidden_size": 64}) == {}

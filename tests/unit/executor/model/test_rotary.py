@@ -16,18 +16,17 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model.catalogue import longest_context
 from services.executor.model.rotary import fix_frequencies, rotary_scaling
-from services.executor.native.library import why_not
 from services.executor.worker.backends.catalog import load_share
 from services.executor.worker.weights import ShareRequest, context_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.cpu.test_decoder import runner_of
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import CPU, Script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, make_model
 from tests.unit.executor.worker.test_weights import runner_of as runner_of_share
 
-natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_HEADS = {

@@ -1,4 +1,5 @@
-"""Kinds of state: each can be taken out of the list, and models of the others serve as ever."""
+"""Kinds of state: each can be taken out of the list, and models of the others serve as ever; what layers keep, and how
+their heads are split."""
 
 from pathlib import Path
 from pkgutil import resolve_name
@@ -8,13 +9,13 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.layer_state import LayerStates
+from services.executor.core.layer_state import LayerStates, Pages, described, page_layers
 from services.executor.core.sharding import ShardLayout
 from services.executor.families.registry import DECODERS
 from services.executor.model.catalogue import check_supported
 from services.executor.model.layer_states import layer_states
 from services.executor.model.states import catalog
-from services.executor.model.states.base import StateKind
+from services.executor.model.states.base import StateKind, layer_layouts
 from services.executor.model.states.catalog import STATE_KINDS
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
@@ -69,3 +70,33 @@ def test_what_a_kind_names_is_there(kind: StateKind) -> None:
     assert all(callable(resolve_name(name)) for name in named if name)
     families = [family for family in DECODERS.values() if family.states == kind.name]
     assert {family.mixer for family in families if family.recurrent_modules} == set(kind.splits)
+
+
+def test_heads_and_widths_may_differ_between_layers() -> None:
+    config = CONFIG_MAPPING["mimo_v2_flash"](**settings_of("mimo_v2_flash"))
+    for rank in range(2):
+        layout = ShardLayout.from_config(config, 2, rank)
+        assert page_layers(layer_states(config, layout)) == (Pages(2, 3, 12), Pages(2, 2, 12))
+        assert [of.value_dim for of in layer_layouts(config, layout)] == [8, 8]
+
+
+def test_heads_of_a_layer_that_do_not_group_evenly_are_refused() -> None:
+    settings = {**settings_of("laguna"), "num_attention_heads_per_layer": [6, 4]}
+    config = CONFIG_MAPPING["laguna"](**settings)
+    with pytest.raises(ModelLoadError, match="4 attention heads over 3 KV heads"):
+        layer_layouts(config, ShardLayout.from_config(config, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma3_text", "1 sliding (2x3x8), 1 full (2x3x8)"),
+        ("deepseek_v32", "3 indexed (1x1x20 and 1x1x12)"),
+        ("gemma3n_text", "2 sliding (2x3x8), 2 full (2x3x8), 2 shared"),
+        ("qwen3_5_text", "2 recurrent (slot of 936 values), 1 full (2x3x8)"),
+        ("zaya", "2 hybrid (2x3x8 and slot of 228 values)"),
+    ],
+)
+def test_what_layers_keep_is_described(name: str, text: str) -> None:
+    config = CONFIG_MAPPING[name](**settings_of(name))
+    assert described(layer_states(config, ShardLayout.from_config(config, 1, 0))) == text

@@ -35,7 +35,6 @@ def test_padding_and_masks_of_decodes() -> None:
     plan, _ = script.step({0: 1, 1: 1, 2: 1})
     step = StepContext(plan, KvStore(SHAPE, NUM_BLOCKS, CPU), lambda: None)
     batch = step.decodes(None)
-    assert batch.order is not None
     assert batch.order.tolist() == [0, 2, 1]
     seen = [int((bucket.mask == 0).sum()) for bucket in batch.buckets]
     assert sum(seen) == 19 + 9 + 3

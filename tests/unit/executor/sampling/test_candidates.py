@@ -1,6 +1,8 @@
 """What the sampler gets of the logits, and that it chooses as it would with all of them."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from shared.messages import SamplingParams
 from tests.unit.executor.model.ring import on_ring
 
 VOCAB = 157
+Result = TypeVar("Result")
 
 
 def logits_of(seed: int, rows: int, dtype: torch.dtype, vocab: int = VOCAB) -> torch.Tensor:
@@ -33,19 +36,24 @@ def logits_of(seed: int, rows: int, dtype: torch.dtype, vocab: int = VOCAB) -> t
     return ((torch.randn(rows, vocab, generator=generator) * 8).round() / 4).to(dtype)
 
 
-def on_shards(logits: torch.Tensor, wants: Wants, widths: list[int]) -> RowLogits:
-    """What rank 0 gets when each rank has its span of `logits`."""
-    bounds = np.cumsum([0, *widths])
-    spans = list(pairwise(bounds.tolist()))
+def of_leader(
+    logits: torch.Tensor, widths: list[int], gather: Callable[[torch.Tensor, Collectives], Result | None]
+) -> Result:
+    """What rank 0 gets when each rank has its span of `logits`, and no other does."""
+    spans = list(pairwise(np.cumsum([0, *widths]).tolist()))
 
-    def work(collectives: Collectives) -> RowLogits | None:
+    def work(collectives: Collectives) -> Result | None:
         start, stop = spans[collectives.rank]
-        return collect(logits[:, start:stop].contiguous(), wants, collectives, widths)
+        return gather(logits[:, start:stop].contiguous(), collectives)
 
     first, *others = on_ring(len(widths), work)
     assert others == [None] * (len(widths) - 1)
     assert first is not None
     return first
+
+
+def on_shards(logits: torch.Tensor, wants: Wants, widths: list[int]) -> RowLogits:
+    return of_leader(logits, widths, lambda local, ring: collect(local, wants, ring, widths))
 
 
 def counts(*wanted: int) -> Wants:
@@ -153,7 +161,6 @@ def test_candidates_are_the_largest_and_their_ties(seed: int, wanted: list[int])
                 continue
             threshold = sorted(values, reverse=True)[min(abs(count), VOCAB) - 1]
             kept = [token for token, value in enumerate(values) if value >= threshold]
-            assert few.ids is not None
             ids = few.ids[few.rows.index(row)].tolist()
             assert ids[: len(kept)] == kept
             assert set(ids[len(kept) :]) <= {VOCAB}

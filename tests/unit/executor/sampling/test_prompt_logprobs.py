@@ -1,8 +1,6 @@
 """Log probabilities of prompts' tokens against transformers' own log-softmax: same weights, same tokens."""
 
 import struct
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +9,17 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives
-from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.prompt_results import PromptTokenScores
-from services.executor.native.library import why_not
 from services.executor.sampling.candidates import score
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.runner import ModelRunner
 from shared.messages import GenerationRequest
-from tests.unit.executor.model.lanes import in_lanes
-from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
+from tests.unit.executor.model.lanes import in_lanes, natively
+from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, in_shared_memory, make_runner, on_ring
 from tests.unit.executor.model.tiny import make_model, reference_logits
-from tests.unit.executor.sampling.test_candidates import VOCAB, logits_of, spans_of
+from tests.unit.executor.sampling.test_candidates import VOCAB, logits_of, of_leader, spans_of
 
 TOLERANCE = 1e-4
 LENGTHS = (41, 2, 17, 16, 30)
@@ -52,7 +48,6 @@ def served(runner: ModelRunner, leads: bool, vocab: int = 131, chunk: int = 16) 
     found: dict[str, list[Row]] = {}
     while batcher.has_work:
         scheduled = batcher.schedule()
-        assert scheduled is not None
         plan, rows = scheduled
         runner.forward(plan)
         scores = runner.scored if leads else nothing(len(plan.score_rows) // 4, plan.score_top)
@@ -106,7 +101,7 @@ def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: in
     assert worst_error(on_ring(world_size, work)[0], truths(directory)) < TOLERANCE
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+@natively
 @pytest.mark.parametrize("world_size", in_lanes([1, 2, 3], [2], []))
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: str, world_size: int) -> None:
@@ -115,16 +110,13 @@ def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: s
     from tests.unit.executor.cpu.test_decoder import truth as exact
 
     directory = make_model(tmp_path, model_type, head_dim=32)
-    area = make_area(world_size, 1)
 
-    def work(rank: int) -> dict[str, list[Row]]:
-        ring = SharedMemory(area, rank, world_size, lanes=1, timeout=60) if world_size > 1 else None
+    def work(ring: Collectives) -> dict[str, list[Row]]:
         runner = runner_of(directory, native=True, collectives=ring)
         assert runner.is_native
-        return served(runner, leads=rank == 0)
+        return served(runner, leads=ring.rank == 0)
 
-    with ThreadPoolExecutor(world_size) as pool:
-        found = next(iter(pool.map(work, range(world_size))))
+    found = in_shared_memory(world_size, work)[0]
     logits = dict(zip(prompts(), exact(directory, list(prompts().values())), strict=True))
     spread = float(torch.cat(list(logits.values())).std())
     assert TOLERANCE < worst_error(found, logits) < 0.3 * spread
@@ -134,17 +126,8 @@ def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: s
 
 
 def on_shards(logits: Tensor, targets: list[int], top: int, widths: list[int]) -> PromptTokenScores:
-    spans = list(pairwise(np.cumsum([0, *widths]).tolist()))
-
-    def work(collectives: Collectives) -> PromptTokenScores | None:
-        start, stop = spans[collectives.rank]
-        local = logits[:, start:stop].contiguous()
-        return score(local, np.array(targets, np.int32), top, collectives, widths)
-
-    first, *others = on_ring(len(widths), work)
-    assert others == [None] * (len(widths) - 1)
-    assert first is not None
-    return first
+    wanted = np.array(targets, np.int32)
+    return of_leader(logits, widths, lambda local, ring: score(local, wanted, top, ring, widths))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,7 +86,6 @@ def test_log_probabilities_are_the_models_own() -> None:
     of_model = logits[0].log_softmax(dim=-1)
     masks[0, int(of_model.argmax())] = False
     [drawn] = Sampler().sample(logits, [masked(state(temperature=0.0, logprobs=2), masks[0])])
-    assert drawn.logprobs is not None
     assert drawn.logprobs.logprob == pytest.approx(float(of_model[drawn.token]), abs=1e-5)
     assert drawn.logprobs.top[0][1] == pytest.approx(float(of_model.max()), abs=1e-5)
     assert not masks[0, drawn.logprobs.top[0][0]], "what the model would have said, although it may not"

@@ -7,6 +7,7 @@ slot and back, each sequence must read exactly its own tokens.
 
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec import structs
 
 from services.executor.core.engine import BadLogits, DraftPlan, EngineSpec, RestoreFailed, SampledToken
 from services.executor.core.sampling_state import SamplingState
@@ -57,44 +59,41 @@ requests = st.builds(
 )
 
 
+SEEDED = st.builds(random.Random, st.integers(0, 1000))
+
+
+def specs(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[EngineSpec]:
+    return st.builds(EngineSpec, block_size=st.just(BLOCK), vocab_size=st.just(VOCAB), **fields)
+
+
+def batches(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[BatchSettings]:
+    return st.builds(BatchSettings, max_sequences=st.integers(1, 4), max_waiting=st.just(8), **fields)
+
+
 class BatcherMachine(RuleBasedStateMachine):
     """A tiny pool of blocks, so that preemption, eviction and spilling are the rule."""
 
     @initialize(
-        blocks=st.integers(2, 12),
-        quantized=st.sampled_from([0, 0, 3, 6, 12]),
-        host=st.sampled_from([0, 3, 12]),
-        disk=st.sampled_from([0, 4, 20]),
-        copies=st.integers(1, 6),
-        budget=st.integers(4, 20),
-        sequences=st.integers(1, 4),
-        context=st.integers(16, 60),
-        ttl=st.sampled_from([0.0, 5.0, 100.0]),
-        drafts=st.sampled_from([0, 0, 1, 3, 9]),
-        stretch=st.sampled_from([0.0, 1.5]),
+        spec=specs(
+            num_blocks=st.integers(2, 12),
+            num_quantized=st.sampled_from([0, 0, 3, 6, 12]),
+            num_host=st.sampled_from([0, 3, 12]),
+            num_disk=st.sampled_from([0, 4, 20]),
+            copies_per_step=st.integers(1, 6),
+            context_length=st.integers(16, 60),
+        ),
+        settings=batches(
+            max_batch_tokens=st.integers(4, 20),
+            session_ttl=st.sampled_from([0.0, 5.0, 100.0]),
+            max_drafts=st.sampled_from([0, 0, 1, 3, 9]),
+            prefill_stretch=st.sampled_from([0.0, 1.5]),
+        ),
         lookahead=st.booleans(),
         rng=st.randoms(use_true_random=False),
     )
-    def build(
-        self,
-        blocks: int,
-        quantized: int,
-        host: int,
-        disk: int,
-        copies: int,
-        budget: int,
-        sequences: int,
-        context: int,
-        ttl: float,
-        drafts: int,
-        stretch: float,
-        lookahead: bool,
-        rng: random.Random,
-    ) -> None:
-        writable = blocks if quantized else max(blocks, 5)
-        spec = EngineSpec(BLOCK, writable, context, VOCAB, quantized, host, disk, copies)
-        settings = BatchSettings(budget, sequences, 8, ttl, drafts, prefill_stretch=stretch)
-        self.begin(spec, settings, lookahead, rng)
+    def build(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
+        least = 2 if spec.num_quantized else 5
+        self.begin(structs.replace(spec, num_blocks=max(spec.num_blocks, least)), settings, lookahead, rng)
 
     def begin(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
         self.spec, self.settings = spec, settings
@@ -122,7 +121,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def add(self, request: GenerationRequest, continued: int) -> None:
         if request.attempt:
             generated = undisturbed(request, continued)
-            request = _with(request, generated=generated)
+            request = structs.replace(request, generated=generated)
         known = self.newest.get(request.generation_id, -1)
         refusal = self.batcher.add(request)
         if request.attempt <= known:
@@ -147,7 +146,7 @@ class BatcherMachine(RuleBasedStateMachine):
         session, said = data.draw(st.sampled_from(self.turns))
         name = f"turn-{len(self.newest)}"
         prompt = said + [(new + i) % VOCAB for i in range(new)]
-        self.add(_with(request, generation_id=name, session=session, prompt=prompt, attempt=0), 0)
+        self.add(structs.replace(request, generation_id=name, session=session, prompt=prompt, attempt=0), 0)
 
     @rule(ids=st.lists(st.integers(0, 11).map(str), min_size=1, max_size=3))
     def cancel(self, ids: list[str]) -> None:
@@ -376,57 +375,34 @@ class BatcherMachine(RuleBasedStateMachine):
         assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
 
 
-def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
-    return GenerationRequest(**{**{name: getattr(request, name) for name in request.__struct_fields__}, **changes})
-
-
 class RecurrentBatcherMachine(BatcherMachine):
     """Of a model that keeps recurrent state: few slots, and room for some snapshots."""
 
     @initialize(
-        slots=st.integers(1, 6),
-        parts=st.integers(1, 3),
-        writable=st.integers(4, 12),
-        quantized=st.integers(4, 40),
-        host=st.sampled_from([0, 6, 30]),
-        disk=st.sampled_from([0, 20]),
-        copies=st.integers(1, 6),
-        budget=st.integers(4, 40),
-        sequences=st.integers(1, 4),
-        context=st.integers(30, 120),
-        ttl=st.sampled_from([0.0, 100.0]),
-        drafts=st.sampled_from([0, 1, 3, 9]),
-        behind=st.sampled_from([0, 1, 4, 20]),
-        drafts_with_model=st.booleans(),
+        spec=specs(
+            num_states=st.integers(1, 6),
+            draft_states=st.sampled_from([0, 1, 4, 20]),
+            state_blocks=st.integers(1, 3),
+            num_blocks=st.integers(4, 12),
+            num_quantized=st.integers(4, 40),
+            num_host=st.sampled_from([0, 6, 30]),
+            num_disk=st.sampled_from([0, 20]),
+            copies_per_step=st.integers(1, 6),
+            context_length=st.integers(30, 120),
+            drafts=st.booleans(),
+        ),
+        settings=batches(
+            max_batch_tokens=st.integers(4, 40),
+            session_ttl=st.sampled_from([0.0, 100.0]),
+            max_drafts=st.sampled_from([0, 1, 3, 9]),
+        ),
         lookahead=st.booleans(),
-        seed=st.integers(0, 1000),
+        rng=SEEDED,
     )
-    def build(  # type: ignore[override]
-        self,
-        slots: int,
-        parts: int,
-        writable: int,
-        quantized: int,
-        host: int,
-        disk: int,
-        copies: int,
-        budget: int,
-        sequences: int,
-        context: int,
-        ttl: float,
-        drafts: int,
-        behind: int,
-        drafts_with_model: bool,
-        lookahead: bool,
-        seed: int,
-    ) -> None:
-        """`behind`: slots for states behind drafts, of which there are none without them."""
-        spec = EngineSpec(
-            BLOCK, writable, context, VOCAB, quantized, host, disk, copies,
-            num_states=slots, draft_states=behind, state_blocks=parts, drafts=drafts_with_model,
-        )  # fmt: skip
-        settings = BatchSettings(budget, sequences, 8, ttl, min(drafts, behind))
-        self.begin(spec, settings, lookahead, random.Random(seed))
+    def build(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
+        """There are no slots for states behind drafts without these."""
+        drafts = min(settings.max_drafts, spec.draft_states)
+        self.begin(spec, structs.replace(settings, max_drafts=drafts), lookahead, rng)
 
     @rule(request=requests, start=st.integers(0, 2), length=st.integers(17, 60), steps=st.integers(0, 8))
     def ask_alike(self, request: GenerationRequest, start: int, length: int, steps: int) -> None:
@@ -434,7 +410,7 @@ class RecurrentBatcherMachine(BatcherMachine):
         prompt = [(start + i // 3) % VOCAB for i in range(length)]
         for turn in range(2):
             name = f"alike-{len(self.newest)}"
-            self.add(_with(request, generation_id=name, prompt=[*prompt, turn], attempt=0), 0)
+            self.add(structs.replace(request, generation_id=name, prompt=[*prompt, turn], attempt=0), 0)
             self.steps(steps)
 
 
@@ -442,37 +418,27 @@ class DraftingBatcherMachine(BatcherMachine):
     """Of a ring with a draft model, which is used, or not, as it happens."""
 
     @initialize(
-        blocks=st.integers(5, 20),
-        quantized=st.sampled_from([0, 0, 6, 12, 20]),
-        host=st.sampled_from([0, 12]),
-        copies=st.integers(1, 6),
-        budget=st.integers(8, 40),
-        sequences=st.integers(1, 4),
-        ttl=st.sampled_from([0.0, 100.0]),
-        drafts=st.integers(1, 9),
+        spec=specs(
+            num_blocks=st.integers(5, 20),
+            num_quantized=st.sampled_from([0, 0, 6, 12, 20]),
+            num_host=st.sampled_from([0, 12]),
+            copies_per_step=st.integers(1, 6),
+            context_length=st.just(60),
+            drafts=st.just(True),
+        ),
+        settings=batches(
+            max_batch_tokens=st.integers(8, 40), session_ttl=st.sampled_from([0.0, 100.0]), max_drafts=st.integers(1, 9)
+        ),
         lookahead=st.booleans(),
-        seed=st.integers(0, 1000),
+        rng=SEEDED,
     )
-    def build(  # type: ignore[override]
-        self,
-        blocks: int,
-        quantized: int,
-        host: int,
-        copies: int,
-        budget: int,
-        sequences: int,
-        ttl: float,
-        drafts: int,
-        lookahead: bool,
-        seed: int,
-    ) -> None:
-        spec = EngineSpec(BLOCK, blocks, 60, VOCAB, quantized, host, 0, copies, drafts=True)
-        self.begin(spec, BatchSettings(budget, sequences, 8, ttl, drafts), lookahead, random.Random(seed))
+    def build(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
+        self.begin(spec, settings, lookahead, rng)
 
     @rule(request=requests, tokens=st.integers(8, 40), steps=st.integers(1, 8))
     def write_long(self, request: GenerationRequest, tokens: int, steps: int) -> None:
         """A text that goes through several blocks."""
-        self.add(_with(request, max_tokens=tokens, suspected="", stop_token_ids=[]), 0)
+        self.add(structs.replace(request, max_tokens=tokens, suspected="", stop_token_ids=[]), 0)
         self.steps(steps)
 
 
@@ -483,37 +449,26 @@ class AdapterBatcherMachine(BatcherMachine):
     """Fewer slots than adapters, whose files come and go."""
 
     @initialize(
-        slots=st.integers(1, 3),
-        blocks=st.integers(5, 14),
-        quantized=st.sampled_from([0, 0, 6, 12]),
-        host=st.sampled_from([0, 6]),
-        budget=st.integers(4, 30),
-        sequences=st.integers(1, 4),
-        context=st.integers(20, 60),
-        drafts=st.sampled_from([0, 0, 3]),
+        spec=specs(
+            max_adapters=st.integers(1, 3),
+            num_blocks=st.integers(5, 14),
+            num_quantized=st.sampled_from([0, 0, 6, 12]),
+            num_host=st.sampled_from([0, 6]),
+            context_length=st.integers(20, 60),
+        ),
+        settings=batches(
+            max_batch_tokens=st.integers(4, 30), session_ttl=st.just(5.0), max_drafts=st.sampled_from([0, 0, 3])
+        ),
         lookahead=st.booleans(),
         rng=st.randoms(use_true_random=False),
     )
-    def build(  # type: ignore[override]
-        self,
-        slots: int,
-        blocks: int,
-        quantized: int,
-        host: int,
-        budget: int,
-        sequences: int,
-        context: int,
-        drafts: int,
-        lookahead: bool,
-        rng: random.Random,
-    ) -> None:
-        spec = EngineSpec(BLOCK, blocks, context, VOCAB, quantized, host, max_adapters=slots)
+    def build(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
         self.there: set[str] = set()
-        self.begin(spec, BatchSettings(budget, sequences, 8, 5.0, drafts), lookahead, rng)
+        self.begin(spec, settings, lookahead, rng)
 
     @rule(request=requests, adapter=st.sampled_from(ADAPTERS), continued=st.integers(0, 3))
     def add_with_adapter(self, request: GenerationRequest, adapter: str, continued: int) -> None:
-        self.add(_with(request, adapter=adapter), continued)
+        self.add(structs.replace(request, adapter=adapter), continued)
 
     @rule(adapter=st.sampled_from(ADAPTERS))
     def fetched(self, adapter: str) -> None:

@@ -75,7 +75,6 @@ def test_fail_all_ends_everything_and_leaves_nothing() -> None:
 def test_refusals_say_what_is_wrong(request_: GenerationRequest, code: str, words: str) -> None:
     ring = Ring(blocks=40)
     refusal = ring.batcher.add(request_)
-    assert refusal is not None
     assert (refusal.generation_id, refusal.code, refusal.retryable) == ("a", code, False)
     assert words in refusal.message
     assert not ring.batcher.has_work
@@ -85,7 +84,6 @@ def test_a_full_queue_refuses_for_now() -> None:
     ring = Ring(waiting=2)
     ring.add(ask("a"), ask("b"))
     refusal = ring.batcher.add(ask("c"))
-    assert refusal is not None
     assert (refusal.code, refusal.retryable) == ("queue_full", True)
     ring.step()
     ring.add(ask("c"))

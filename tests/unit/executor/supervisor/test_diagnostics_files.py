@@ -1,7 +1,10 @@
-"""What is kept for a while: dumps in a directory, jobs and their files, how long counters stand still."""
+"""What is kept for a while: dumps in a directory, jobs and their files, how long counters stand still; which profiles
+there cannot be."""
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,10 +12,10 @@ import pytest
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.diagnostics import service as jobs_module
 from services.executor.supervisor.diagnostics.dump import settings_of, write_dump
-from services.executor.supervisor.diagnostics.service import DiagnosticJobs, Job
+from services.executor.supervisor.diagnostics.service import DiagnosticJobs, Job, refusal
 from services.executor.supervisor.diagnostics.verdict import ProgressAge
 from shared.errors import ConfigurationError
-from shared.messages.debugging import DUMP_VERSION, Dump, JobReply, Piece
+from shared.messages.debugging import DUMP_VERSION, Dump, JobReply, Piece, ProfileCommand
 
 
 def dump(at: float, group: str = "g/1") -> Dump:
@@ -53,7 +56,6 @@ async def finished(jobs: DiagnosticJobs, job: Job) -> JobReply:
     async with asyncio.timeout(10):
         while True:
             reply = jobs.result(job.identity)
-            assert reply is not None
             if reply.done:
                 return reply
             await asyncio.sleep(0)
@@ -106,3 +108,32 @@ async def test_old_jobs_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bool(reply and reply.error) for reply in told] == [True, True, False, False]
     assert [job.directory.exists() for job in made] == [False, False, True, True]
     await jobs.close()
+
+
+def ring(*, ready: bool) -> Any:
+    event = asyncio.Event()
+    if ready:
+        event.set()
+    return SimpleNamespace(ready=event)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (ProfileCommand(), ""),
+        (ProfileCommand(ranks=[2]), "has no rank 2; its ranks are 0 to 1"),
+        (ProfileCommand(steps=501), "at most 500 steps or 60 s; ask for less"),
+        (ProfileCommand(seconds=61.0), "at most 500 steps or 60 s; ask for less"),
+        (ProfileCommand(steps=0), "give --steps or --seconds"),
+        (ProfileCommand(timeout=0.0), "must be above 0 s and at most 600 s"),
+    ],
+)
+def test_a_profile_is_within_its_bounds(command: ProfileCommand, why: str) -> None:
+    found = refusal(command, ExecutorSettings(model="m", tp=2), ring(ready=True), "g")
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("lost", [None, ring(ready=False)], ids=["no ring", "starting"])
+def test_without_a_ring_nothing_is_profiled(lost: Any) -> None:
+    assert "has no ring that is ready" in refusal(ProfileCommand(), ExecutorSettings(model="m"), lost, "g")

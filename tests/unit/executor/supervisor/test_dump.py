@@ -33,7 +33,6 @@ threading.Event().wait()
 def pid(tmp_path: Path) -> Iterator[int]:
     command = [sys.executable, "-c", DEAF, str(stack_file(tmp_path, 0))]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     yield child.pid
     child.kill()

@@ -1,12 +1,20 @@
-"""Hung or busy, by the board's counters."""
+"""Hung or busy, by the board's counters; a ring that stands still while it loads."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import Loading, RingBoard
+from services.executor.supervisor import group
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
+from services.executor.supervisor.service import ExecutorService
+from shared.config import load_settings
 from shared.messages import RankBeat
 
 LIMIT = 3.0
@@ -103,3 +111,20 @@ def test_the_board_says_what_each_rank_has_read(tmp_path: Path) -> None:
     rank.loaded(3, 8)
     [found] = board.loading()
     assert found._replace(pid=0) == Loading(1, 0, 3, 8)
+
+
+async def test_a_ring_is_lost_with_the_rank_that_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "LoadWatch", lambda: LoadWatch(limit=0.5))
+    board = RingBoard(tmp_path / "board", 1, create=True)
+    board.rank(0).loaded(1, 4)
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ring: Any = SimpleNamespace(epoch=1, ready=asyncio.Event(), board=board, lose=lost.set_result)
+    settings = load_settings(ExecutorSettings, engine="stub", hung_after=1.0)
+    supervisor = group.GroupSupervisor(settings, "g", ExecutorService(settings))
+    supervisor._ring = ring
+    watching = asyncio.create_task(supervisor._watch_progress())
+    try:
+        async with asyncio.timeout(30):
+            assert "has read nothing for 0.5 s, after 25% of its weights" in await lost
+    finally:
+        watching.cancel()

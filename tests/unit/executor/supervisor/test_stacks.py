@@ -35,7 +35,6 @@ threading.Event().wait()
 def process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
     try:
-        assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         yield child
     finally:

@@ -99,7 +99,6 @@ async def test_the_page_is_armed_while_it_is_idle_and_by_a_ring_s_end(host: Host
     await host.until(False, armed=True)
     host.leaders.disarm()  # by a leader that then dies with what it has told
     page = host.page
-    assert page is not None
     page.give_back(1)
     assert host.leaders.is_armed
 

@@ -1,4 +1,4 @@
-"""What is told of a ring that has ended, when several things were seen at once."""
+"""What is told of a ring that has ended, when several things were seen at once, and of a rank that does not end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -71,3 +71,51 @@ async def test_what_a_rank_says_of_itself_is_told_at_once(made: Ring, code: str,
     made._on_event(1, Failed(code, message))
     await exits(made, 0, -6)
     assert await end_of(made) == RingEnd("failed", message, code)
+
+
+class Process:
+    """One that ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.let_go.wait()
+        return -9
+
+
+class Log:
+    """What is told, as it is told."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+
+    def warning(self, event: str, *, rank: int, reason: str) -> None:
+        assert "dmesg" in reason
+        self.told.put_nowait((event, rank))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    log = Log()
+    monkeypatch.setattr(ring, "KILL_PATIENCE", 0.0)
+    monkeypatch.setattr(ring, "log", log)
+    return log
+
+
+async def test_a_killed_rank_is_waited_for_and_told_of_once(log: Log) -> None:
+    process: Any = Process()
+    waiting = asyncio.create_task(ring._gone(3, process))
+    assert await log.told.get() == ("rank_kill_timed_out", 3)
+    assert not waiting.done()
+    process.let_go.set()
+    await waiting
+    assert log.told.empty()
+
+
+async def test_one_that_has_ended_is_not_told_of(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "KILL_PATIENCE", 10.0)
+    process: Any = Process()
+    process.let_go.set()
+    await ring._gone(0, process)
+    assert log.told.empty()

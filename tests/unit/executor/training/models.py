@@ -118,3 +118,12 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest relative error of a gradient."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+def assert_as_peft(model: TrainableModel, base: Any, within: float = 1e-4) -> None:
+    """Log probabilities and gradients are those of peft over `base`."""
+    batch = batch_of()
+    ours, gradients = backward(model, batch)
+    theirs, expected = backward_of_peft(base, model, batch)
+    torch.testing.assert_close(ours, theirs, rtol=within, atol=within)
+    assert worst(gradients, expected) < within

@@ -19,18 +19,17 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
-from services.executor.native.library import why_not
 from services.executor.platforms.cpu import Cpu
 from services.executor.training.base import packed
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
+from tests.unit.executor.model.loading.gguf_checks import converted
 from tests.unit.executor.model.loading.quantized_weights import FORMS
-from tests.unit.executor.model.loading.test_gguf_weights import converted, make
+from tests.unit.executor.model.loading.test_gguf_weights import make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.executor.training.models import CPU, backward, backward_of_peft, batch_of, reference, trainable, worst
+from tests.unit.executor.training.models import CPU, assert_as_peft, backward, batch_of, reference, trainable, worst
 
 CACHED = {"weight_cache_bytes": 1 << 30}
-natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
 
 def in_bf16(directory: Path, model_type: str, **changes: Any) -> Path:
@@ -76,12 +75,9 @@ def served(directory: Path, codec: str = "", dtype: torch.dtype = torch.bfloat16
 )
 def test_weights_that_serving_quantizes(tmp_path: Path, model_type: str, codec: str) -> None:
     directory = in_bf16(tmp_path / "model", model_type, tie_word_embeddings=model_type != "qwen2")
-    model, batch = trainable(directory, weight_dtype=codec, **CACHED), batch_of()
+    model = trainable(directory, weight_dtype=codec, **CACHED)
     assert model.description["base"] == "packed weights"
-    ours, gradients = backward(model, batch)
-    theirs, expected = backward_of_peft(reference(directory, served(directory, codec)), model, batch)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert worst(gradients, expected) < 1e-4
+    assert_as_peft(model, reference(directory, served(directory, codec)))
 
 
 # Of which serving keeps gate and up, which meet in registers, as bf16: codes of floats and of other orders cannot be
@@ -96,17 +92,14 @@ TURNED = ("nf4", "gptq act-order")
 def test_checkpoints_that_are_quantized(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     directory = said_to_be_bf16(checkpoint.quantized)
-    model, batch = trainable(directory, **CACHED), batch_of()
+    model = trainable(directory, **CACHED)
     assert model.description["base"] == "packed weights"
-    ours, gradients = backward(model, batch)
     weights = served(directory)
     if form in TURNED:
         for name in weights:
             if name.endswith(("gate_proj", "up_proj")):
                 weights[name] = weights[name].bfloat16().float()
-    theirs, expected = backward_of_peft(reference(checkpoint.plain, weights), model, batch)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert worst(gradients, expected) < 1e-4
+    assert_as_peft(model, reference(checkpoint.plain, weights))
 
 
 @natively
@@ -116,26 +109,20 @@ def test_a_gguf_file(tmp_path: Path, unpacked: bool) -> None:
     if unpacked:  # as the model says itself
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**config, "weight_dtype": "bf16"}))
-    model, batch = trainable(directory, **CACHED), batch_of()
+    model = trainable(directory, **CACHED)
     assert model.description["base"] == "packed weights"
-    ours, gradients = backward(model, batch)
     weights = served(directory)
     if unpacked:
         weights = {name: held.bfloat16().float() for name, held in weights.items()}
-    theirs, expected = backward_of_peft(reference(tmp_path / "plain", weights), model, batch)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert worst(gradients, expected) < 1e-4
+    assert_as_peft(model, reference(tmp_path / "plain", weights))
 
 
 def test_models_of_other_families_keep_their_codes(tmp_path: Path) -> None:
     """What the native kernels do not compute, and what has no kernels."""
     directory = make_model(tmp_path / "model", "olmo2", hidden_size=96)
-    model, batch = trainable(directory, weight_dtype="int8"), batch_of()
+    model = trainable(directory, weight_dtype="int8")
     assert model.description["base"] == "codes in memory"
-    ours, gradients = backward(model, batch)
-    theirs, expected = backward_of_peft(reference(directory, served(directory, "int8", torch.float32)), model, batch)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert worst(gradients, expected) < 1e-4
+    assert_as_peft(model, reference(directory, served(directory, "int8", torch.float32)))
 
 
 @natively

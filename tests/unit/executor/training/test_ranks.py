@@ -10,12 +10,11 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from services.executor.collectives.shared_memory import SharedMemory, can_share_memory, make_area
-from services.executor.native.library import why_not
 from services.executor.training import model as training_model
 from services.executor.training.batch import DropoutKey
 from services.executor.training.ranks import WithGradients
 from shared.messages.training import Hyperparameters
-from tests.unit.executor.model.lanes import TRAINED, in_lanes
+from tests.unit.executor.model.lanes import TRAINED, in_lanes, natively
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
@@ -23,7 +22,6 @@ from tests.unit.executor.training.models import backward, batch_of, trainable, w
 from tests.unit.executor.training.test_bases import CACHED, said_to_be_bf16
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
-natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 KEY = DropoutKey(5, 2, 0)
 WITH_DROPOUT = Hyperparameters(rank=4, dropout=0.2)
 

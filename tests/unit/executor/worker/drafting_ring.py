@@ -32,7 +32,8 @@ class Ring:
 
 @contextmanager
 def ring_of(directory: Path, model: Path, draft: Path | str = "", tp: int = 1, **changes: object) -> Iterator[Ring]:
-    """`changes`: of the settings."""
+    """`directory` is made where there is none; `changes`: of the settings."""
+    directory.mkdir(exist_ok=True)
     settings = load_settings(
         ExecutorSettings,
         **{

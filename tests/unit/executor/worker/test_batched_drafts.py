@@ -10,20 +10,18 @@ from msgspec import structs
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import as_int32
-from services.executor.native import library
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.worker.engine import RingEngine
 from shared.messages import GenerationRequest, SamplingParams
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.scheduler.drafts.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_draft_model import model_in
 
-natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 # What the draft model draws as the model does.
 PLAIN = [
     SamplingParams(temperature=0.0),
@@ -98,7 +96,6 @@ def generate(
             if (drafting := batcher.plan_drafts()) is not None:
                 batcher.take_drafts(engine.draft(drafting[0], [row.sampling for row in drafting[1]]), 0.001)
             step = batcher.schedule()
-            assert step is not None
             restored += len(as_int32(step[0].restores)) // 2
             sampled = engine.execute(step[0], [row.sampling for row in step[1]])
             for entry in batcher.update(sampled, 0.001)["c"]:
@@ -126,8 +123,6 @@ def test_every_proposal_is_right_and_every_text_the_same(tmp_path: Path, kv_dtyp
     model = model_in(tmp_path / "model")
     twin = model_in(tmp_path / "twin")
     shape = {"dtype": "bf16", "kv_dtype": kv_dtype, "tp": tp}
-    for place in ("plain", "drafting"):
-        (tmp_path / place).mkdir()
     with ring_of(tmp_path / "plain", model, **shape) as ring:
         plain = generate(ring.engine, ring.spec, 0).turns
     with ring_of(tmp_path / "drafting", model, twin, **shape) as ring:
@@ -146,8 +141,6 @@ def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
     twin = model_in(tmp_path / "twin")
     adapter = tmp_path / "adapter"
     save_adapter(base_of(model), adapter, targets_in(model), 8)
-    for place in ("plain", "drafting"):
-        (tmp_path / place).mkdir()
     with ring_of(tmp_path / "plain", model, dtype=dtype, tp=tp) as ring:
         without = generate(ring.engine, ring.spec, 0).turns
         plain = generate(ring.engine, ring.spec, 0, str(adapter)).turns
@@ -173,8 +166,6 @@ def test_a_draft_models_blocks_are_spilled_and_restored_with_the_models(
     model = model_in(tmp_path / "model")
     twin = model_in(tmp_path / "twin")
     shape = {"dtype": "bf16", "kv_dtype": kv_dtype, "tp": 2}
-    for place in ("plain", "drafting"):
-        (tmp_path / place).mkdir()
     with ring_of(tmp_path / "plain", model, **shape) as ring:
         plain = generate(ring.engine, ring.spec, 0).turns
     shape |= {"kv_memory": kv_memory, "kv_host_memory": 100_000, "kv_disk_memory": 1 << 20}

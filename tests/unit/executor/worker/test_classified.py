@@ -11,13 +11,13 @@ from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.output_heads import has_output_layer, read_class_head
-from services.executor.native.library import why_not
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from shared.messages import GenerationRequest
 from tests.unit.executor.cpu.test_decoder import runner_of
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
 from tests.unit.executor.model.tiny import make_model, settings_for
 from tests.unit.executor.worker.test_pooled import TOLERANCE, Vectors, prompts
@@ -96,7 +96,7 @@ def test_named_tokens(tmp_path: Path, world_size: int) -> None:
         assert ours[name] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+@natively
 def test_named_tokens_of_native_kernels(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama", head_dim=32)
     spec = EngineSpec(BLOCK_SIZE, NUM_BLOCKS, 128, 131)

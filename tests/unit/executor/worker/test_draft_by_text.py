@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import structlog
 
-from services.executor.native import library
 from shared.errors import ModelLoadError
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.drafting_pairs import in_bytes, in_pieces, renumbered, tokenizer_in
 from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_draft_model import NATIVE, tokenizer_of, told
 from tests.unit.executor.worker.test_draft_model import texts as generated
 
-natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 SIZE = 131
 TEXTS = [f" w{token}" for token in range(SIZE - 2)]
 # The texts of the other tokenizer. Special tokens come last in both.

@@ -190,8 +190,6 @@ def test_native_kernels_hand_over_what_they_norm_last(tmp_path: Path, glm: Path)
 @pytest.mark.parametrize("tp", ONE)
 def test_native_kernels_hand_over_what_layers_read(tmp_path: Path, llama: Path, tp: int) -> None:
     head = make_eagle3(tmp_path / "head", 144)
-    for place in ("plain", "drafting"):
-        (tmp_path / place).mkdir()
     with ring_of(tmp_path / "plain", llama, tp=tp, dtype="bf16") as ring:
         plain = told(texts(ring, 0))
     with ring_of(tmp_path / "drafting", llama, head, tp=tp, dtype="bf16") as ring:
@@ -281,8 +279,6 @@ def test_each_row_reads_the_state_of_the_one_before(
     tmp_path: Path, rememberer: Path, dtype: str, kv_dtype: str
 ) -> None:
     """Chunks, batches, blocks that are compressed, and prompts that find blocks: a wrong state is a wrong proposal."""
-    for place in ("plain", "drafting"):
-        (tmp_path / place).mkdir()
     with ring_of(tmp_path / "plain", rememberer, dtype=dtype, kv_dtype=kv_dtype) as ring:
         plain = generate(ring.engine, ring.spec, 0).turns
     with ring_of(tmp_path / "drafting", rememberer, "mtp", dtype=dtype, kv_dtype=kv_dtype) as ring:

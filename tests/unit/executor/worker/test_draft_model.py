@@ -11,15 +11,18 @@ import pytest
 import structlog
 
 from services.executor.core.engine import BadLogits
-from services.executor.native import library
+from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.sampling.sampler import Sampler
 from services.executor.worker.drafting import loading, vocabulary
+from services.executor.worker.drafting.catalog import DRAFT_KINDS
+from services.executor.worker.drafting.heads import Heads
+from services.executor.worker.drafting.whole_models import WholeModels
 from shared.errors import ConfigurationError, InternalError, ModelLoadError
 from shared.messages import SamplingParams
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.drafting_ring import CONTEXT, Generated, Ring, ring_of
 
-natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 21, 40, 3]
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -153,7 +156,6 @@ def test_a_draft_model_that_computes_no_numbers_proposes_nothing(
     with ring_of(tmp_path, model, small, dtype="fp32") as ring:
         plain = Generated(ring, PROMPT, SAMPLINGS["seeded"]).run(12)
         proposer = ring.engine._draft_sampler
-        assert proposer is not None
         monkeypatch.setattr(proposer._sampler, "sample", bad.__get__(proposer._sampler))
         with structlog.testing.capture_logs() as logged:
             sequence = Generated(ring, PROMPT, SAMPLINGS["seeded"], 12).run(12, 3)
@@ -292,3 +294,40 @@ def test_both_are_read_from_the_weight_cache(tmp_path: Path, model: Path, small:
             found.append((told(texts(ring, 3, 12)), ring.spec.imports))
     assert [line["weights"] for line in logged if "native" in line["event"]] == ["cached", "cached"]
     assert found[0] == found[1]
+
+
+# --- kinds ----------------------------------------------------------------------------------------
+
+
+KINDS = {"model": ("LlamaForCausalLM", WholeModels), "head": ("LlamaForCausalLMEagle3", Heads)}
+
+
+def no_model(name: str, *_: object) -> Path:
+    raise ModelLoadError(f"{name} is no model")
+
+
+@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("left_out", [None, *DRAFT_KINDS], ids=lambda kind: type(kind).__name__)
+def test_without_one_kind_the_other_serves(
+    what: str, left_out: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture, own = KINDS[what]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    kinds = tuple(kind for kind in DRAFT_KINDS if kind is not left_out)
+    monkeypatch.setattr(loading, "DRAFT_KINDS", kinds)
+    settings = ExecutorSettings(draft_model=str(tmp_path))
+    if what == "model" and isinstance(left_out, WholeModels):
+        with pytest.raises(ModelLoadError, match=r"The directory .*leave it out"):
+            loading.kind_of(settings, tmp_path)
+        return
+    expected = own if any(isinstance(kind, own) for kind in kinds) else WholeModels
+    assert isinstance(loading.kind_of(settings, tmp_path), expected)
+
+
+def test_the_model_itself_has_heads_while_they_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ExecutorSettings(draft_model=MTP)
+    assert loading.draft_directory(settings, tmp_path) == tmp_path
+    monkeypatch.setattr(loading, "DRAFT_KINDS", (WholeModels(),))
+    monkeypatch.setattr(loading, "resolve_model", no_model)
+    with pytest.raises(ModelLoadError, match="mtp is no model"):
+        loading.draft_directory(settings, tmp_path)

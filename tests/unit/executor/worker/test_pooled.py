@@ -10,10 +10,10 @@ from transformers import AutoModel
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.model.loading.loader import load_config
-from services.executor.native.library import why_not
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
 from tests.unit.executor.model.tiny import make_model
 
@@ -45,7 +45,6 @@ def served(directory: Path, pooling: str, collectives: Collectives, native: bool
     found: Vectors = {}
     while batcher.has_work:
         scheduled = batcher.schedule()
-        assert scheduled is not None
         plan, rows = scheduled
         runner.forward(plan)
         pooled = runner.pooled if collectives.rank == 0 else np.zeros((len(plan.pools) // 8, hidden), np.float32)
@@ -92,7 +91,7 @@ def test_a_checkpoint_without_a_head_has_vectors(tmp_path: Path) -> None:
         assert ours[name] == pytest.approx(vector, abs=TOLERANCE)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+@natively
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_native_vectors_are_nearer_to_the_truth_than_bf16_is_fine(tmp_path: Path, model_type: str) -> None:
     from services.executor.collectives.base import SingleRank

@@ -68,7 +68,6 @@ def test_it_is_sure_of_every_token_of_a_prompt() -> None:
     batcher = Scheduler(engine.load(lambda *_: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [7, 8, 9], 0, prompt_logprobs=1))
     step = batcher.schedule()
-    assert step is not None
     assert engine.execute(step[0], []) == []
     (entry,) = batcher.update([], scores=engine.scored())["c"]
     assert (entry.tokens, entry.finish) == ([], "length")
@@ -81,7 +80,6 @@ def test_log_probabilities_where_asked_for(wanted: int, top: list[tuple[int, flo
     batcher = Scheduler(engine.load(lambda *_: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [1], 1, SamplingParams(logprobs=wanted)))
     step = batcher.schedule()
-    assert step is not None
     [result] = engine.execute(step[0], [s.sampling for s in step[1]])
     assert result.logprobs == (None if top is None else TokenLogprobs(0.0, top))
     with pytest.raises(InternalError, match="1 rows for 0"):
@@ -102,7 +100,6 @@ def test_tokens_of_a_real_vocabulary_begin_behind_its_bytes() -> None:
     batcher = Scheduler(engine.load(lambda done, total: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [1500], 1, SamplingParams(seed=5)))
     step = batcher.schedule()
-    assert step is not None
     drawn = engine.execute(step[0], [row.sampling for row in step[1]])
     assert [each.token for each in drawn] == [1000 + stub_token(5, 0)]
 
@@ -136,7 +133,6 @@ def faulty(fault: str) -> None:
     batcher = Scheduler(engine.load(lambda done, total: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [9, FAULT_TOKEN], 1))
     step = batcher.schedule()
-    assert step is not None
     engine.execute(step[0], [row.sampling for row in step[1]])
 
 

@@ -33,13 +33,14 @@ from services.executor.worker.weights import Share, ShareRequest
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES
+from tests.unit.executor.model.lanes import natively
+from tests.unit.executor.model.loading.gguf_checks import converted
 from tests.unit.executor.model.loading.quantized_weights import FORMS
-from tests.unit.executor.model.loading.test_gguf_weights import converted, make
+from tests.unit.executor.model.loading.test_gguf_weights import make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import VARIANTS, make_model, reference_logits
 
-natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 SPEC = RankSpec(rank=0, world_size=1, group="g", instance="i", epoch=1, board="", settings={})
 
 
@@ -172,7 +173,6 @@ def test_a_model_may_say_itself_that_its_codes_are_to_be_unpacked(
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
     packed = runner_of(share_of(directory, weight_dtype=asked)).packed
-    assert packed is not None
     form = packed.layers[0].down.form
     assert (form and form.bits) == bits
 
@@ -239,7 +239,6 @@ def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
     assert packed is not None
     asked = load_settings(ExecutorSettings, threads=2, **kept)
     cache = cache_of(request_for(asked, directory))
-    assert cache is not None
     cache.keep(share.facts, packed)
     assert share_of(directory, **kept).is_cached
     monkeypatch.setattr(PackedFile, "read", lambda *_: pytest.fail("weights were read"))

@@ -36,6 +36,13 @@ def make_model_directory(directory: Path) -> Path:
     return directory
 
 
+def convert(gguf: Path, directory: Path, progress: object) -> None:
+    """Stands in for the conversion of a file: a directory that links to it."""
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    link_gguf(directory, gguf)
+
+
 def models_in(cache: Path) -> list[str]:
     """All that lies there but locks."""
     return [path.name for path in cache.iterdir() if path.name != LOCKS]
@@ -190,12 +197,6 @@ def test_a_packaged_file_lies_in_its_directory(
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     good = WheelModel("Tiny", "tiny-model", "1.0", digest, "tiny_model/tiny.gguf", "for tests")
     monkeypatch.setitem(catalog.BUILT_IN, "Tiny", good)
-
-    def convert(gguf: Path, directory: Path, progress: object) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
-        link_gguf(directory, gguf)
-
     monkeypatch.setattr(catalog, "convert_gguf", convert)
     _, directory = ensure_model("tiny", Store.at(tmp_path / "cache"), ignore)
     assert not (directory / "model.gguf").is_symlink()
@@ -204,11 +205,6 @@ def test_a_packaged_file_lies_in_its_directory(
 
 
 def test_a_file_that_was_moved_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert(gguf: Path, directory: Path, progress: object) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
-        link_gguf(directory, gguf)
-
     monkeypatch.setattr(catalog, "convert_gguf", convert)
     parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for part in parts:

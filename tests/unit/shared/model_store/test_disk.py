@@ -17,7 +17,7 @@ from shared.model_store.disk import CacheEntry, choose_removals, collect, excess
 from shared.model_store.locks import claimed, hold_model, lock_path, partial
 from shared.model_store.repository import MANIFEST, PARTS, Manifest
 from shared.model_store.settings import Store
-from shared.models import link_gguf
+from tests.unit.shared.model_store.test_catalog import convert
 
 ENTRIES = st.lists(
     st.builds(
@@ -124,7 +124,6 @@ def test_another_process_holds_a_model_until_it_ends(full: Store) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code, str(held)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(ModelLoadError, match="is in use; unload it first"):
             remove_model("org/held", "", full)
@@ -156,11 +155,6 @@ def test_garbage_is_collected_to_a_size(full: Store) -> None:
 def test_what_is_served_from_a_file_elsewhere_counts_little_and_is_named_by_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def convert(gguf: Path, directory: Path, progress: object) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
-        link_gguf(directory, gguf)
-
     monkeypatch.setattr("shared.model_store.catalog.convert_gguf", convert)
     gguf = tmp_path / "my.gguf"
     gguf.write_bytes(bytes(100_000))

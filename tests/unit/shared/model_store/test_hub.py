@@ -86,7 +86,6 @@ def test_revisions_lie_beside_each_other_and_their_commits_are_recorded(hub: Hub
     assert (new / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
     assert (other / "model.safetensors").read_bytes() == (exact / "model.safetensors").read_bytes() == b"other weights"
     manifest = read_manifest(other)
-    assert manifest is not None
     assert (manifest.revision, manifest.commit) == ("refs/pr/1", commit_of(old))
     listed = {(model.revision, model.commit) for model in list_models(store.cache)}
     assert listed == {("", commit_of(MODEL)), ("refs/pr/1", commit_of(old)), (commit_of(old), commit_of(old))}

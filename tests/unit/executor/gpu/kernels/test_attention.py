@@ -152,7 +152,6 @@ def test_a_plans_step_is_attended_alike(what: dict[str, object]) -> None:
 def test_a_scratch_that_is_too_small_is_refused() -> None:
     problem = Problem(Case(query=(1,), context=(20,), splits=2), DEVICE)
     (batch,) = problem.batches()
-    assert batch.scratch is not None
     assert batch.scratch.numel() == scratch_numbers(2, 1, 6, 20)
     small = batch._replace(scratch=batch.scratch[:-1])
     with pytest.raises(ValueError, match="need a scratch of 264 numbers, not 263"):

@@ -32,6 +32,7 @@ from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
+from tests.unit.executor.model.gguf_models import finish
 from tests.unit.executor.model.gguf_parts import parts_of, write_parts
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU
@@ -528,10 +529,7 @@ def split(file: Path) -> list[Path]:
         writer.add_uint16("split.count", 2)
         for tensor in tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return paths
 
 

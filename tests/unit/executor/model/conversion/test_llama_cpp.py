@@ -21,9 +21,9 @@ from torch import Tensor
 from benchmarks.engine.weight_quality import by_the_executor, by_transformers, opened
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_types import DTYPES
-from services.executor.native.library import why_not
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
 from tests.unit.executor.model.conversion.test_convert import GEMMA3_LAYERS, GEMMA3_ROPE
+from tests.unit.executor.model.lanes import natively
 from tests.unit.executor.model.loading import test_gguf_dense as dense
 from tests.unit.executor.model.loading import test_gguf_families as families
 from tests.unit.executor.model.loading import test_gguf_layers as layers
@@ -36,7 +36,7 @@ PROGRAM = shutil.which(
 )
 pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="NOT JUDGED BY llama.cpp: no llama-perplexity is installed"),
-    pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}"),
+    natively,
 ]
 CONTEXT = 128
 TEXT = " ".join(np.random.default_rng(3).choice(["ab", "abab", "aab", "b", "ba", "bbb"], 4 * CONTEXT))
@@ -189,5 +189,5 @@ def test_files_of_further_families_are_as_it_has_them(
     source, file = families.make(tmp_path, name, "F32")
     tokens, theirs = read(file, tmp_path)
     with torch.inference_mode():
-        exact = later(torch.stack(logits_of(families.theirs(source), tokens.tolist())))
+        exact = later(torch.stack(logits_of(theirs(source), tokens.tolist())))
     assert (exact.exp() * (exact - theirs)).sum(-1).median() < 1e-4  # of what nearly ties it may choose others

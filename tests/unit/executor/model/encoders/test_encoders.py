@@ -28,6 +28,7 @@ from services.executor.worker.encoder import EncoderRunner, load_encoder_rank
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import GenerationRequest
 from tests.unit.executor.model.encoders.tiny import config_of, make_encoder, takes_segments
+from tests.unit.executor.model.gguf_models import finish
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU, on_ring
 
@@ -253,10 +254,7 @@ def test_encoders_are_not_converted_or_adapted_and_some_not_read_from_gguf(tmp_p
         pass
     writer = GGUFWriter(tmp_path / "bert.gguf", "nomic-bert-moe")
     writer.add_context_length(512)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(
         ModelLoadError,
         match=r"architecture 'nomic-bert-moe' is not served from GGUF files: transformers' NomicBERT has no experts",

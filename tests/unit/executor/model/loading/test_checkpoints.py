@@ -18,6 +18,7 @@ from shared.errors import ModelLoadError
 from shared.model_store.locks import LOCKS
 from shared.model_store.repository import MANIFEST
 from shared.model_store.settings import Store
+from tests.unit.executor.model.gguf_models import finish
 
 HIDDEN, LAYERS, FEED, CONTEXT = 32, 2, 64, 256
 
@@ -71,10 +72,7 @@ def write_gguf(path: Path, **changes: object) -> Path:
             "ffn_down": (HIDDEN, FEED),
         }.items():
             tensor(f"blk.{layer}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

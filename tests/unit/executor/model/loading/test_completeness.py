@@ -28,8 +28,8 @@ from services.executor.model.loading.gguf_tokenizer import WHOLE
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.gguf_parts import Key, Stored, parts_of, write_parts
+from tests.unit.executor.model.loading.gguf_checks import load, values_of
 from tests.unit.executor.model.loading.test_checkpoints import ignore, write_gguf
-from tests.unit.executor.model.loading.test_gguf_weights import load, values_of
 from tests.unit.executor.model.tiny import build, make_model
 
 SAMPLING = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}

@@ -16,7 +16,7 @@ import torch
 from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.card import encoder_config
 from shared.errors import RyzansteinError
-from tests.unit.executor.model.gguf_models import ALL
+from tests.unit.executor.model.gguf_models import ALL, finish
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading import test_gguf_delta_rules as delta_rules
 from tests.unit.executor.model.loading import test_gguf_dense as dense
@@ -26,6 +26,7 @@ from tests.unit.executor.model.loading import test_gguf_layers as layers
 from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
 from tests.unit.executor.model.loading import test_gguf_state_spaces as state_spaces
 from tests.unit.executor.model.loading import test_gguf_weights as weights
+from tests.unit.executor.model.loading.gguf_checks import converted, load, values_of
 
 TABLES: tuple[Any, ...] = (layers, mixtures, dense, encoders, state_spaces)  # modules that have one of models
 OTHERS = ((delta_rules, delta_rules.WRITE), (families, families.CASES))
@@ -64,10 +65,7 @@ def write(whole: Whole, file: Path) -> None:
         writer.add_key_value(name, value, kind, inner)
     for name, (data, stored) in whole.tensors.items():
         writer.add_tensor(name, data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def damaged(whole: Whole, draw: random.Random) -> tuple[str, Whole]:
@@ -116,11 +114,11 @@ def other_tensors(data: np.ndarray[Any, Any]) -> Iterator[tuple[str, Any]]:
 def served_or_refused(file: Path) -> str:
     """Why it is refused; empty where it is served."""
     try:
-        made = weights.converted(file)
+        made = converted(file)
         if encoder_config(made) is not None:
             encoders.theirs(made)
         else:
-            weights.values_of(weights.load(made, torch.float32, keep_codes=True))
+            values_of(load(made, torch.float32, keep_codes=True))
     except RyzansteinError as error:
         return str(error)
     return ""

@@ -1,9 +1,7 @@
 """GGUF files of models with delta rules: written from transformers' models in llama.cpp's layout, held against them."""
 
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +9,22 @@ import gguf
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from services.executor.model.loading.loader import load_config
-from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.quantized import QuantizedRows
-from services.executor.native.library import why_not
-from shared.errors import ModelLoadError
-from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
-from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
-from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import mixed_script
-from tests.unit.executor.model.tiny import make_model, reference_logits
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Tensors, apart, words, written
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
+from tests.unit.executor.model.loading.gguf_checks import (
+    assert_as_near_as_own_codes,
+    assert_codes,
+    assert_model,
+    assert_refused,
+    close,
+    converted,
+    held_by,
+    load,
+    theirs,
+)
+from tests.unit.executor.model.tiny import make_model
 
 # Value heads of 32, as codes have groups: they can be cut and put in another order by heads.
 SIZES: dict[str, Any] = {
@@ -35,16 +35,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "linear_key_head_dim": 32,
 }
-KEYS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
 DELTA = {
     **KEYS,
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -52,44 +42,6 @@ DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
-
-
-def written(
-    path: Path,
-    architecture: str,
-    keys: Mapping[str, Any],
-    tensors: Tensors,
-    kind: str,
-    leave_out: tuple[str, ...] = (),
-    tokenizer: Callable[[gguf.GGUFWriter, int], None] = add_tokens,
-) -> Path:
-    """The file `path`: `keys` behind the architecture's name, matrices of type `kind`."""
-    path.parent.mkdir(exist_ok=True)
-    writer = gguf.GGUFWriter(str(path), architecture)
-    for key, value in keys.items():
-        if key in leave_out:
-            continue
-        if isinstance(value, list):
-            writer.add_array(key if key.startswith("xielu.") else f"{architecture}.{key}", value)
-        else:
-            add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[
-                type(value)
-            ]
-            add(f"{architecture}.{key}", value)
-    for name, tensor in tensors:
-        if name in leave_out:
-            continue
-        if name == "token_embd.weight":
-            tokenizer(writer, tensor.shape[0])
-        is_matrix = tensor.dim() > 1 and not any(word in name for word in ("conv1d", "ffn_gate_inp", "norm"))
-        type_ = gguf.GGMLQuantizationType[kind if is_matrix and tensor.shape[-1] % 32 == 0 else "F32"]
-        writer.add_tensor(name, stored_as(tensor.float().contiguous().numpy(), type_), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def tiled(tensor: Tensor, config: Any, dim: int = 0, before: int = 0) -> Tensor:
@@ -168,9 +120,9 @@ def of_kimi_linear(model: Any, config: Any, older: bool) -> Tensors:
             yield stored(name), -tensor.exp() if "A_log" in name else tensor
 
 
-def kimi_linear(source: Path, path: Path, kind: str, older: bool = False, leave_out: tuple[str, ...] = ()) -> Path:
+def kimi_linear(source: Path, path: Path, kind: str, older: bool = False, without: str = "") -> Path:
     config = load_config(source)
-    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    model = theirs(source)
     full = [kind == "full_attention" for kind in config.layer_types]
     keys = {
         **{key: getattr(config, name) for key, name in KEYS.items()},
@@ -189,57 +141,38 @@ def kimi_linear(source: Path, path: Path, kind: str, older: bool = False, leave_
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": config.routed_scaling_factor,
         "expert_gating_func": 2,
+        "attention.q_lora_rank": config.q_lora_rank or None,
     }
-    if config.q_lora_rank:
-        keys["attention.q_lora_rank"] = config.q_lora_rank
-    return written(path, "kimi-linear", keys, of_kimi_linear(model, config, older), kind, leave_out)
+    held = dict(of_kimi_linear(model, config, older))
+    return written(path, "kimi-linear", {**keys, without: None}, {**held, without: None}, kind)
 
 
 def qwen35(
-    source: Path,
-    path: Path,
-    kind: str,
-    heads: int = 0,
-    fused: bool = False,
-    older: bool = False,
-    leave_out: tuple[str, ...] = (),
+    source: Path, path: Path, kind: str, heads: int = 0, fused: bool = False, older: bool = False, without: str = ""
 ) -> Path:
     config = load_config(source)
-    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    model = theirs(source)
     rope, next_ = config.rope_parameters, config.model_type == "qwen3_next"
     mixture = hasattr(config, "num_experts")
     keys = {
-        **{key: value for key, name in DELTA.items() if (value := getattr(config, name, None)) is not None},
+        **{key: getattr(config, name, None) for key, name in DELTA.items()},
         "block_count": config.num_hidden_layers + heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
         "full_attention_interval": config.layer_types.index("full_attention") + 1,
         "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
         "rope.dimension_sections": [2, 1, 1, 0],
         "rope.freq_base": float(rope["rope_theta"]),
+        "nextn_predict_layers": heads or None,
+        **(experts_of(config) if mixture else {}),
     }
-    if heads:
-        keys["nextn_predict_layers"] = heads
-    if mixture:
-        keys |= experts_of(config)
-
-    def tensors() -> Tensors:
-        yield from of_qwen3_next(model, config, older) if next_ else of_qwen35(model, config, fused)
-        for head in range(heads):
-            layer = config.num_hidden_layers + head
-            yield f"blk.{layer}.attn_q.weight", torch.ones(64, 64)
-            yield f"blk.{layer}.nextn.enorm.weight", torch.ones(64)
-
+    held = dict(of_qwen3_next(model, config, older) if next_ else of_qwen35(model, config, fused))
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + heads):
+        held |= {f"blk.{layer}.attn_q.weight": torch.ones(64, 64), f"blk.{layer}.nextn.enorm.weight": torch.ones(64)}
     architecture = "qwen3next" if next_ else "qwen35moe" if mixture else "qwen35"
-    return written(path, architecture, keys, tensors(), kind, leave_out)
+    return written(path, architecture, {**keys, without: None}, {**held, without: None}, kind)
 
 
-def experts_of(config: Any) -> dict[str, Any]:
-    return {
-        "expert_count": config.num_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
-    }
+experts_of = words({**EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})
 
 
 WRITE: dict[str, Callable[..., Path]] = {
@@ -279,18 +212,6 @@ def make(tmp_path: Path, model_type: str, kind: str, **how: Any) -> tuple[Path, 
     return source, WRITE[model_type](source, tmp_path / "model.gguf", kind, **how)
 
 
-def held_by(model: Any) -> dict[str, Tensor]:
-    """Parameters and what is learned beside them: corrections of a router."""
-    found = values_of(model)
-    return found | {name: tensor for name, tensor in model.named_buffers() if name.endswith("correction_bias")}
-
-
-def close(found: dict[str, Tensor], expected: Mapping[str, Tensor], within: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.allclose(value, expected[name].float(), rtol=0, atol=within), name
-
-
 FAST = ["qwen3_5_text"]
 
 
@@ -299,49 +220,25 @@ FAST = ["qwen3_5_text"]
 )
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, model_type: str, ranks: int) -> None:
     source, file = make(tmp_path, model_type, "F32")
-    made = converted(file)
-    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    close(held_by(load(made, torch.float32)), plain.state_dict())
-    assert_settings(made, load_config(source))
-    assert_logits(made, ranks, partial(reference_logits, source))
+    assert_model(converted(file), ranks, theirs(source))
 
 
 @pytest.mark.parametrize("model_type", in_lanes(WRITE, FAST))
 def test_codes_are_kept(tmp_path: Path, model_type: str) -> None:
     _, file = make(tmp_path, model_type, "Q8_0")
-    made = converted(file)
-    model = load(made, torch.float32, keep_codes=True)
-    held = {name for name, module in model.named_modules() if isinstance(module, WeightShard)}
-    kept = {name for name in held if isinstance(model.get_submodule(name).stored, QuantizedRows)}
-    assert held - kept == {name for name in held if "kv_b_proj" in name}  # whose keys files have transposed
-    close(held_by(model), held_by(load(made, torch.float32)))
-    later = load(made, torch.float32, keep_codes=True, defer_codes=True)
-    close(held_by(later), held_by(model), within=0)
+    assert_codes(converted(file), ("kv_b_proj",))  # whose keys files have transposed
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+@natively
 @pytest.mark.parametrize("model_type", in_lanes([name for name in WRITE if name in LOWERED], FAST))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str) -> None:
     _, file = make(tmp_path, model_type, "Q8_0")
-    made = converted(file)
-    plain = load(made, torch.float32)
-    unpacked = tmp_path / "unpacked"
-    transformed = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32)
-    transformed.load_state_dict(held_by(plain))
-    transformed.save_pretrained(str(unpacked))
-    expected = truth(unpacked, mixed_script()[0].sequences)
-    runner = runner_of(made, native=True)
-    assert runner.is_native
-    # Products round activations to int8, as they do for the same values in codes of our own; heads in another order
-    # are ten times as far off.
-    ours = runner_of(unpacked, native=True, weights="q8_0")
-    assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+    assert assert_as_near_as_own_codes(converted(file)).is_native
 
 
 def test_heads_for_several_tokens_are_left_out(tmp_path: Path) -> None:
     source, file = make(tmp_path, "qwen3_5_text", "F32", heads=1)
-    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    close(held_by(load(converted(file), torch.float32)), plain.state_dict())
+    close(held_by(load(converted(file), torch.float32)), theirs(source).state_dict())
 
 
 @pytest.mark.slow
@@ -359,45 +256,29 @@ def test_experts_may_have_gate_and_up_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])
 def test_older_files_are_served(tmp_path: Path, model_type: str) -> None:
     source, file = make(tmp_path, model_type, "F32", older=True)
-    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    close(held_by(load(converted(file), torch.float32)), plain.state_dict())
+    close(held_by(load(converted(file), torch.float32)), theirs(source).state_dict())
 
 
-@pytest.mark.slow
+MISSING = [
+    ("qwen3_5_text", "ssm.inner_size", r"does not say qwen35\.ssm\.inner_size"),
+    ("qwen3_5_text", "ssm.group_count", r"does not say qwen35\.ssm\.group_count"),
+    ("qwen3_5_text", "rope.dimension_count", r"does not say qwen35\.rope\.dimension_count"),
+    ("qwen3_5_text", "blk.0.ssm_a", r"have no tensor model\.layers"),
+    ("qwen3_5_text", "blk.1.ssm_out.weight", r"have no tensor model\.layers"),
+    ("qwen3_5_text", "blk.0.attn_gate.weight", r"have no tensor model\.layers"),
+    ("kimi_linear", "attention.key_length_mla", r"does not say kimi-linear\.attention\.key_length_mla"),
+    ("kimi_linear", "kda.head_dim", r"does not say kimi-linear\.kda\.head_dim"),
+    ("kimi_linear", "expert_gating_func", r"does not say kimi-linear\.expert_gating_func"),
+    ("kimi_linear", "blk.2.attn_k_b.weight", r"has no tensor blk\.2\.attn_k_b\.weight"),
+    ("kimi_linear", "blk.0.ssm_conv1d_k.weight", r"has no tensor blk\.0\.ssm_conv1d_k\.weight"),
+    ("qwen3_next", "blk.0.attn_gate.weight", r"has no tensor blk\.0\.attn_gate\.weight"),
+    ("qwen3_next", "blk.1.attn_qkv.weight", r"has no tensor blk\.1\.attn_qkv\.weight"),
+]
+
+
 @pytest.mark.parametrize(
-    ("model_type", "missing"),
-    [
-        ("qwen3_next", "blk.0.attn_gate.weight"),
-        ("qwen3_next", "blk.1.attn_qkv.weight"),
-        ("kimi_linear", "blk.2.attn_k_b.weight"),
-        ("kimi_linear", "blk.0.ssm_conv1d_k.weight"),
-    ],
+    ("model_type", "missing", "message"), in_lanes(MISSING, [case for case in MISSING if case[0] in FAST])
 )
-def test_parts_that_are_not_there_are_named(tmp_path: Path, model_type: str, missing: str) -> None:
-    _, file = make(tmp_path, model_type, "F32", leave_out=(missing,))
-    made = converted(file)
-    with pytest.raises(ModelLoadError, match=f"has no tensor {re.escape(missing)}"):
-        load(made, torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", ["attention.key_length_mla", "kda.head_dim", "expert_gating_func"])
-def test_keys_of_latent_attention_that_are_not_there_are_named(tmp_path: Path, missing: str) -> None:
-    _, file = make(tmp_path, "kimi_linear", "F32", leave_out=(missing,))
-    with pytest.raises(ModelLoadError, match=rf"does not say kimi-linear\.{missing}"):
-        converted(file)
-
-
-@pytest.mark.parametrize("missing", ["ssm.inner_size", "ssm.group_count", "rope.dimension_count"])
-def test_keys_that_are_not_there_are_named(tmp_path: Path, missing: str) -> None:
-    _, file = make(tmp_path, "qwen3_5_text", "F32", leave_out=(missing,))
-    with pytest.raises(ModelLoadError, match=rf"does not say qwen35\.{missing}"):
-        converted(file)
-
-
-@pytest.mark.parametrize("missing", ["blk.0.ssm_a", "blk.1.ssm_out.weight", "blk.0.attn_gate.weight"])
-def test_tensors_that_are_not_there_are_refused(tmp_path: Path, missing: str) -> None:
-    _, file = make(tmp_path, "qwen3_5_text", "F32", leave_out=(missing,))
-    made = converted(file)
-    with pytest.raises(ModelLoadError, match=r"have no tensor model\.layers"):
-        load(made, torch.float32)
+def test_what_is_missing_is_named(tmp_path: Path, model_type: str, missing: str, message: str) -> None:
+    _, file = make(tmp_path, model_type, "F32", without=missing)
+    assert_refused(file, message)

@@ -2,35 +2,30 @@
 against them."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
-from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.quantized import QuantizedRows
-from services.executor.native.library import why_not
-from shared.errors import ModelLoadError
-from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.architectures import OWN_NAMES
 from tests.unit.executor.model.common_settings import GROUPED
-from tests.unit.executor.model.gguf_models import apart
-from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
-from tests.unit.executor.model.loading.test_gguf_delta_rules import close, written
-from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import mixed_script
-from tests.unit.executor.model.tiny import BASE, LATENT, build, logits_of
-
-Keys = dict[str, Any]
-Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+from tests.unit.executor.model.gguf_models import Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
+from tests.unit.executor.model.loading.gguf_checks import (
+    Wrong,
+    assert_as_near_as_own_codes,
+    assert_codes,
+    assert_model,
+    assert_refused,
+    converted,
+    held_by,
+)
+from tests.unit.executor.model.tiny import BASE, LATENT, build
 
 SIZES: Keys = {
     **BASE,
@@ -227,8 +222,7 @@ def whole_of(name: str, own: str) -> str | None:
 
 def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     several: dict[str, list[Tensor]] = {}
     for own, tensor in apart(model.state_dict()):
         if own == "lm_head.weight" and config.tie_word_embeddings:
@@ -247,23 +241,17 @@ def tensors_of(name: str, model: Any) -> Tensors:
 
 
 def make(
-    tmp_path: Path,
-    name: str,
-    kind: str,
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Tensor | None] | None = None,
+    tmp_path: Path, name: str, kind: str, keys: Keys | None = None, tensors: Changes | None = None
 ) -> tuple[Any, Path]:
     """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
     model_type, architecture, changes = MODELS[name]
     sizes = {key: value for key, value in SIZES.items() if model_type not in OWN_NAMES or key not in UNKNOWN}
     model = build(model_type, {**sizes, **changes})
-    said = {key: value for key, value in {**keys_of(name, model.config), **(keys or {})}.items() if value is not None}
+    said = {**keys_of(name, model.config), **(keys or {})}
     held = {**dict(tensors_of(name, model)), **(tensors or {})}
-    given = iter([(key, value) for key, value in held.items() if value is not None])
-    return model, written(tmp_path / "model.gguf", architecture, said, given, kind)
+    return model, written(tmp_path / "model.gguf", architecture, said, held, kind)
 
 
-native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 # Factors of a longer context; rows by group; parts with biases; transposed; rows of a matrix
 FAST = ["phimoe/long", "falcon/new", "qwen", "gpt2", "stablelm/12b"]
 RINGS = [("olmo", 3), ("falcon/new", 3), ("qwen", 2), ("gpt2", 2), ("stablelm/12b", 3)]
@@ -272,41 +260,24 @@ RINGS = [("olmo", 3), ("falcon/new", 3), ("qwen", 2), ("gpt2", 2), ("stablelm/12
 @pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, RINGS))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     plain, file = make(tmp_path, name, "F32")
-    made = converted(file)
-    held = dict(plain.named_parameters(remove_duplicate=False))
+    held = held_by(plain)
     if name.startswith("gpt2"):
         held |= {key: value.T for key, value in held.items() if key.endswith(TURNED)}
-    close(values_of(load(made, torch.float32)), held)
-    assert_settings(made, plain.config, ["attn_config"])
-    assert_logits(made, ranks, partial(logits_of, plain), spread=0.05)
+    assert_model(converted(file), ranks, plain, held, unsaid=["attn_config"], spread=0.05)
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes([name for name in MODELS if "/" not in name], [], ["gpt2", "phi2", "falcon"]))
 def test_the_codes_are_the_models(tmp_path: Path, name: str) -> None:
     """Kept as they are, and computed with where the kernels know the model."""
     _, file = make(tmp_path, name, "Q8_0")
     made = converted(file)
-    model, plain = load(made, torch.float32, keep_codes=True), load(made, torch.float32)
-    for key, module in model.named_modules():
-        if isinstance(module, WeightShard):
-            assert isinstance(module.stored, QuantizedRows), key
-    close(values_of(model), values_of(plain))
-    close(values_of(load(made, torch.float32, keep_codes=True, defer_codes=True)), values_of(model), within=0)
-    if MODELS[name][0] not in LOWERED:
-        return
-    unpacked = tmp_path / "unpacked"
-    whole = build(plain.config.model_type, plain.config.to_dict())
-    whole.load_state_dict({**whole.state_dict(), **values_of(plain)})
-    whole.save_pretrained(str(unpacked))
-    expected = truth(unpacked, mixed_script()[0].sequences)
-    runner = runner_of(made, native=True)
-    assert runner.is_native
-    ours = runner_of(unpacked, native=True, weights="q8_0")
-    assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+    assert_codes(made)
+    if MODELS[name][0] in LOWERED:
+        assert assert_as_near_as_own_codes(made).is_native
 
 
-WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+WRONG: list[Wrong] = [
     ("cohere2", {"attention.sliding_window": None}, {}, r"does not say cohere2\.attention\.sliding_window"),
     ("cohere2", {"attention.layer_norm_epsilon": None}, {}, r"does not say cohere2\.attention\.layer_norm"),
     ("command-r", {"logit_scale": None}, {}, r"does not say command-r\.logit_scale"),
@@ -344,11 +315,8 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_is_missing_or_does_not_fit_is_named(
-    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
-) -> None:
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path, wrong: Wrong) -> None:
+    name, keys, tensors, message = wrong
     _, file = make(tmp_path, name, "F32", keys, tensors)
-    with pytest.raises(ModelLoadError, match=message) as raised:
-        load(converted(file), torch.float32)
-    assert "\n" not in str(raised.value)
+    assert_refused(file, message)

@@ -1,8 +1,7 @@
 """GGUF files of further families: written from transformers' models in llama.cpp's layout, held against them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,21 @@ import torch
 from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
-from services.executor.model.loading.loader import load_config
-from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.quantized import QuantizedRows
-from shared.errors import ModelLoadError
-from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import apart
-from tests.unit.executor.model.lanes import in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
-from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
-from tests.unit.executor.model.loading.test_gguf_mixtures import (
-    EVEN_HEADS,
-    experts_of,
-    native,
-    of_deepseek,
-    rotations_of,
+from tests.unit.executor.cpu.test_decoder import runner_of
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Changes, Keys, Tensors, apart, names_of, words, written
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
+from tests.unit.executor.model.loading.gguf_checks import (
+    Wrong,
+    assert_codes,
+    assert_model,
+    assert_near_what_is_unpacked,
+    assert_refused,
+    converted,
     theirs,
 )
-from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import mixed_script
-from tests.unit.executor.model.tiny import ALL_EXPERTS, GROUPED, LATENT, YARN, logits_of, make_model
+from tests.unit.executor.model.loading.test_gguf_mixtures import EVEN_HEADS, experts_of, of_deepseek, rotations_of
+from tests.unit.executor.model.tiny import ALL_EXPERTS, GROUPED, LATENT, YARN, make_model
 
-Keys = dict[str, Any]
-Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
 SIGMOID = int(gguf.ExpertGatingFuncType.SIGMOID)
 
 
@@ -58,18 +49,6 @@ def turned_part(config: Any) -> Keys:
 
 def turned_whole(config: Any) -> Keys:
     return {"rope.dimension_count": config.head_dim}
-
-
-def words(said: Mapping[str, str], more: Keys | None = None) -> Callable[[Any], Keys]:
-    """Keys, and the configuration's words for them; `more`: keys and values. Layers with windows are listed."""
-
-    def keys(config: Any) -> Keys:
-        found = {key: getattr(config, word) for key, word in said.items()}
-        kinds = "attention.sliding_window_pattern"
-        listed = {kinds: [kind == "sliding_attention" for kind in config.layer_types]} if kinds in said else {}
-        return {**found, **listed, **(more or {})}
-
-    return keys
 
 
 def of_glm4moe(config: Any) -> Keys:
@@ -177,11 +156,6 @@ def lay_halved(name: str, tensor: Tensor, config: Any) -> Tensors:
     yield from lay_raised(name, tensor, config)
 
 
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
 WINDOWS = {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": "layer_types"}
 SCORES: Keys = {"expert_gating_func": SIGMOID, "expert_weights_norm": True}
 LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
@@ -278,14 +252,12 @@ CASES: dict[str, Case] = {
 def keys_of(case: Case, config: Any) -> Keys:
     said = {key: getattr(config, word, None) for key, word in KEYS.items()}
     said["attention.value_length"] = said["attention.key_length"]
-    found = {**said, **(rotations_of(config) if hasattr(config, "rope_parameters") else {}), **case.keys(config)}
-    return {key: value for key, value in found.items() if value is not None}
+    return {**said, **(rotations_of(config) if hasattr(config, "rope_parameters") else {}), **case.keys(config)}
 
 
 def tensors_of(case: Case, model: Any) -> Tensors:
     wanted = UNKNOWN.get(case.architecture, case.architecture)
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == wanted)
-    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    names = names_of(wanted, model.config.num_hidden_layers)
     for own, tensor in apart(model.state_dict()):
         if own.endswith(tuple(case.listed.values())) or (own == "lm_head.weight" and model.config.tie_word_embeddings):
             continue
@@ -313,7 +285,7 @@ NAMES = {
 
 
 def make(
-    tmp_path: Path, name: str, kind: str, keys: Keys | None = None, tensors: dict[str, Tensor | None] | None = None
+    tmp_path: Path, name: str, kind: str, keys: Keys | None = None, tensors: Changes | None = None
 ) -> tuple[Path, Path]:
     """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
     case = CASES[name]
@@ -323,9 +295,7 @@ def make(
     listed = {key: [float(value) for name, value in state if name.endswith(end)] for key, end in case.listed.items()}
     said = {**keys_of(case, model.config), **listed, **(keys or {})}
     held = {**dict(tensors_of(case, model)), **(tensors or {})}
-    given = iter([(key, value) for key, value in held.items() if value is not None])
-    said = {key: value for key, value in said.items() if value is not None}
-    return source, written(tmp_path / "model.gguf", case.architecture, said, given, kind)
+    return source, written(tmp_path / "model.gguf", case.architecture, said, held, kind)
 
 
 RINGS = [("glm4moe", 3), ("chatglm", 2), ("apertus", 2)]
@@ -335,11 +305,7 @@ FAST = ["glm4/sections", "chatglm"]  # rows in another order; parts of a tensor
 @pytest.mark.parametrize(("name", "ranks"), in_rings(CASES, FAST, RINGS))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
-    made = converted(file)
-    plain = theirs(source)
-    close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)))
-    assert_settings(made, load_config(source), UNUSED)
-    assert_logits(made, ranks, partial(logits_of, plain))
+    assert_model(converted(file), ranks, theirs(source), unsaid=UNUSED)
 
 
 # Of Qwen 2, whose layers see all; and what DBRX says of attention and experts
@@ -350,25 +316,18 @@ UNUSED = {"sliding_window", "max_window_layers", "attn_config", "ffn_config"}
 CHOOSING = ("deepseek32", "minimax-m3")
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     "name", in_lanes([name for name in CASES if name not in CHOOSING], [], ["glm4moe", "glm4/sections", "dbrx"])
 )
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
     made = converted(file)
-    for key, one in load(made, torch.float32, keep_codes=True).named_modules():
-        if isinstance(one, WeightShard):  # what is transposed has codes of other rows
-            assert isinstance(one.stored, QuantizedRows) != key.endswith("kv_b_proj"), key
-    unpacked = converted(file, unpacked=True)
-    expected = truth(unpacked, mixed_script()[0].sequences)
-    spread = torch.stack([row.std() for row in expected]).mean()
-    plain = errors(runner_of(unpacked, native=True), expected)
-    # What int8 activations add is as much as int8 weights do.
-    assert errors(runner_of(made, native=True), expected).mean() < plain.mean() + 0.05 * spread
+    assert_codes(made, ("kv_b_proj",))  # what is transposed has codes of other rows
+    assert_near_what_is_unpacked(file, runner_of(made, native=True))
 
 
-WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+WRONG: list[Wrong] = [
     ("glm4moe", {"rope.dimension_count": None}, {}, r"does not say glm4moe\.rope\.dimension_count"),
     ("glm4moe", {"expert_gating_func": 1}, {}, r"says expert_gating_func 1"),
     ("glm4moe", {}, {"blk.1.exp_probs_b.bias": None}, r"no tensor .*layers\.1\.mlp\.gate\.e_score_correction_bias"),
@@ -396,11 +355,8 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_is_missing_or_does_not_fit_is_named(
-    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
-) -> None:
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path, wrong: Wrong) -> None:
+    name, keys, tensors, message = wrong
     _, file = make(tmp_path, name, "F32", keys, tensors)
-    with pytest.raises(ModelLoadError, match=message) as raised:
-        load(converted(file), torch.float32)
-    assert "\n" not in str(raised.value)
+    assert_refused(file, message)

@@ -11,6 +11,7 @@ from services.executor.model.loading import gguf_file
 from services.executor.model.loading.gguf_file import GgufFile, open_parts
 from shared.errors import ModelLoadError
 from shared.models import gguf_parts
+from tests.unit.executor.model.gguf_models import finish
 
 
 def write(path: Path, name: str = "one", split: tuple[int, int] | None = None, tensors: int = 4) -> Path:
@@ -28,10 +29,7 @@ def write(path: Path, name: str = "one", split: tuple[int, int] | None = None, t
     kind = gguf.GGMLQuantizationType.Q8_0
     writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
     writer.add_tensor(f"{name}.norm", np.ones(5, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

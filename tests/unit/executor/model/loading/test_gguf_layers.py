@@ -1,33 +1,28 @@
 """GGUF files of models whose layers differ, written from transformers' models in llama.cpp's layout, against these."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from services.executor.model.loading.loader import load_config
-from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.quantized import QuantizedRows
-from services.executor.native.library import why_not
-from shared.errors import ModelLoadError
-from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
-from tests.unit.executor.model.lanes import in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
-from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import mixed_script
-from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, make_model, reference_logits
-
-Keys = dict[str, Any]
-Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+from tests.unit.executor.cpu.test_decoder import runner_of
+from tests.unit.executor.model.gguf_models import EXPERTS, KEYS, Changes, Keys, Tensors, apart, names_of, words, written
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
+from tests.unit.executor.model.loading.gguf_checks import (
+    Wrong,
+    assert_codes,
+    assert_model,
+    assert_near_what_is_unpacked,
+    assert_refused,
+    converted,
+    theirs,
+)
+from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, make_model
 
 SIZES: Keys = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 192}
 SHARED: Keys = {
@@ -70,19 +65,9 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
 
 
 def keys_of(config: Any) -> Keys:
-    heads = config.num_key_value_heads
-    return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
-        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
-    }
+    epsilon = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
+    widths = dict.fromkeys(("attention.value_length", "rope.dimension_count"), "head_dim")
+    return words({**KEYS, **widths, "attention.layer_norm_rms_epsilon": epsilon})(config)
 
 
 def of_windows(config: Any) -> Keys:
@@ -112,17 +97,9 @@ def of_gemma4(config: Any) -> Keys:
     if config.use_double_wide_mlp:
         keys["feed_forward_length"] = [config.intermediate_size * (1 + (layer >= first)) for layer in layers]
     if config.enable_moe_block:
-        keys |= experts_of(config, config.top_k_experts)
+        keys |= words({**EXPERTS, "expert_used_count": "top_k_experts"})(config)
     keys["attention.value_length"] = keys["rope.dimension_count"] = keys["attention.key_length"]
     return {**of_windows(config), **keys}
-
-
-def experts_of(config: Any, used: int) -> Keys:
-    return {
-        "expert_count": config.num_experts,
-        "expert_used_count": used,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-    }
 
 
 def of_lfm2(config: Any) -> Keys:
@@ -132,7 +109,7 @@ def of_lfm2(config: Any) -> Keys:
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
     if config.model_type == "lfm2_moe":
-        keys |= experts_of(config, config.num_experts_per_tok)
+        keys |= words(EXPERTS)(config)
         keys |= {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
     elif config.block_auto_adjust_ff_dim:
         width = 2 * config.intermediate_size // 3
@@ -162,8 +139,7 @@ SUFFIXES = {"expert_bias": ".bias", "_proj": ".weight", "layer_scalar": ".weight
 
 def tensors_of(model: Any, architecture: str) -> Tensors:
     config, state = model.config, model.state_dict()
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     parts = state.items() if architecture == "gemma4" else apart(state)
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in parts:
@@ -193,89 +169,45 @@ def tensors_of(model: Any, architecture: str) -> Tensors:
         yield "rope_freqs.weight", torch.tensor([1.0] * (half // 4) + [1e30] * (half - half // 4))
 
 
-def write(
-    source: Path,
-    path: Path,
-    architecture: str,
-    kind: str,
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Tensor | None] | None = None,
-) -> Path:
-    """The model of `source` as the file `path`, matrices of type `kind`; what is None in `keys` or `tensors` is left
-    out."""
-    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    config = model.config
-    config.allow_global_per_layer_attribute_access = True  # Gemma 4's, of layers with a window
-    writer = gguf.GGUFWriter(str(path), architecture)
-    said = {**keys_of(config), **OWN_KEYS[architecture](config), **(keys or {})}
-    for key, value in said.items():
-        if isinstance(value, list):
-            writer.add_array(f"{architecture}.{key}", value)
-        elif value is not None:
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
-    add_tokens(writer, config.vocab_size)
-    held = {**dict(tensors_of(model, architecture)), **(tensors or {})}
-    for name, tensor in held.items():
-        if tensor is None:
-            continue
-        plain = tensor.dim() < 2 or tensor.shape[-1] % 32 or any(word in name for word in ("gate_inp.", "altup_"))
-        type_ = gguf.GGMLQuantizationType["F32" if plain else kind]
-        writer.add_tensor(name, stored_as(tensor.contiguous().numpy(), type_), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def make(tmp_path: Path, name: str, kind: str, **how: Any) -> tuple[Path, Path]:
-    """(transformers' model, the file)"""
+def make(
+    tmp_path: Path, name: str, kind: str, keys: Keys | None = None, tensors: Changes | None = None
+) -> tuple[Path, Path]:
+    """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
     model_type, architecture, changes = MODELS[name]
     source = make_model(tmp_path / "plain", model_type, **{**SIZES, **changes})
-    return source, write(source, tmp_path / "model.gguf", architecture, kind, **how)
+    model = theirs(source)
+    model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, of layers with a window
+    said = {**keys_of(model.config), **OWN_KEYS[architecture](model.config), **(keys or {})}
+    held = {**dict(tensors_of(model, architecture)), **(tensors or {})}
+    return source, written(tmp_path / "model.gguf", architecture, said, held, kind)
 
 
-native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 FAST = ["gemma4", "gemma3n", "lfm2"]  # lists by layer and keys that others read, stacks, convolutions
 
 
 @pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, [("gemma4", 3), ("lfm2", 3)]))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
-    made = converted(file)
-    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    found, expected = values_of(load(made, torch.float32)), dict(plain.state_dict())
-    assert found.keys() == expected.keys() - {key for key in expected if key.endswith(BUFFERS)}
-    for key, value in found.items():
-        assert torch.equal(value, expected[key]), key
-    assert_settings(made, load_config(source), NOT_OF_THE_FILE.get(name, ()))
-    assert_logits(made, ranks, partial(reference_logits, source))
+    assert_model(converted(file), ranks, theirs(source), within=0, unsaid=UNSAID.get(name, ()))
 
 
-BUFFERS = ("layer_scalar", "expert_bias")
-NOT_OF_THE_FILE = {
+UNSAID = {
     # Which Gemma 4 calls by other names.
     "gemma4/experts": {"num_experts_per_tok", "n_routed_experts", "num_local_experts"},
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim", "block_multiple_of"},  # one width follows from them
 }
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes(MODELS, ["gemma4"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
     made = converted(file)
-    held = [one for one in load(made, torch.float32, keep_codes=True).modules() if isinstance(one, WeightShard)]
-    assert all(isinstance(one.stored, QuantizedRows) for one in held)
-    unpacked = converted(file, unpacked=True)
-    expected = truth(unpacked, mixed_script()[0].sequences)
-    spread = torch.stack([row.std() for row in expected]).mean()
-    plain = errors(runner_of(unpacked, native=True), expected)
-    # What int8 activations add is as much as int8 weights do.
-    assert errors(runner_of(made, native=True), expected).mean() < plain.mean() + 0.05 * spread
+    assert_codes(made)
+    assert_near_what_is_unpacked(file, runner_of(made, native=True))
 
 
-WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+WRONG: list[Wrong] = [
     ("gemma4", {"attention.key_length_swa": None}, {}, r"does not say gemma4\.attention\.key_length_swa"),
     ("gemma4", {"attention.sliding_window": None}, {}, r"does not say gemma4\.attention\.sliding_window"),
     ("gemma4", {"attention.head_count_kv": [3, 3]}, {}, r"2 values of attention\.head_count_kv for 6 layers"),
@@ -295,11 +227,8 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_is_missing_or_does_not_fit_is_named(
-    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
-) -> None:
-    _, file = make(tmp_path, name, "F32", keys=keys, tensors=tensors)
-    with pytest.raises(ModelLoadError, match=message) as raised:
-        load(converted(file), torch.float32)
-    assert "\n" not in str(raised.value)
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path, wrong: Wrong) -> None:
+    name, keys, tensors, message = wrong
+    _, file = make(tmp_path, name, "F32", keys, tensors)
+    assert_refused(file, message)

@@ -1,33 +1,29 @@
 """GGUF files of models with state spaces, and of Granite's mixtures: written from transformers' models in llama.cpp's
 layout, held against them."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
-from services.executor.model.loading.loader import load_config
-from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.quantized import QuantizedRows
-from shared.errors import ModelLoadError
-from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import apart
-from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
-from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
-from tests.unit.executor.model.loading.test_gguf_mixtures import experts_of, native, theirs
-from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import mixed_script
-from tests.unit.executor.model.tiny import ALL_EXPERTS, MAMBA, auto_class, logits_of, make_model
-
-Keys = dict[str, Any]
-Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+from tests.unit.executor.model.gguf_models import KEYS, Changes, Keys, Tensors, apart, names_of, written
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings, natively
+from tests.unit.executor.model.loading.gguf_checks import (
+    Wrong,
+    assert_as_near_as_own_codes,
+    assert_codes,
+    assert_model,
+    assert_refused,
+    converted,
+    held_by,
+    theirs,
+)
+from tests.unit.executor.model.loading.test_gguf_mixtures import experts_of
+from tests.unit.executor.model.tiny import ALL_EXPERTS, MAMBA, make_model
 
 # Their files do not say how wide a head is.
 GRANITE: Keys = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, **ALL_EXPERTS}
@@ -261,8 +257,7 @@ def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
     if getattr(config, "num_nextn_predict_layers", 0):
         yield f"blk.{config.num_hidden_layers}.nextn.enorm.weight", torch.ones(config.hidden_size)
-    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = names_of(architecture, config.num_hidden_layers)
     for own, tensor in apart(folded(model)):
         if own.endswith("shared_mlp.input_linear.weight"):
             end = "" if MODELS[name][2].get("num_local_experts") == 0 else "_shexp"
@@ -332,23 +327,16 @@ def as_stored(stored: str, tensor: Tensor, architecture: str, config: Any) -> Te
 
 
 def make(
-    tmp_path: Path,
-    name: str,
-    kind: str,
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Tensor | None] | None = None,
+    tmp_path: Path, name: str, kind: str, keys: Keys | None = None, tensors: Changes | None = None
 ) -> tuple[Path, Path]:
     """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
     model_type, architecture, changes = MODELS[name]
     source = make_model(tmp_path / "plain", model_type, **changes)
     model = theirs(source)
     said = {**OWN_KEYS[architecture](model.config), **(keys or {})}
-    held = {**dict(tensors_of(name, model)), **(tensors or {})}
-    if model.config.tie_word_embeddings:
-        held.pop("output.weight")
-    given = iter([(key, value) for key, value in held.items() if value is not None])
-    said = {key: value for key, value in said.items() if value is not None}
-    return source, written(tmp_path / "model.gguf", architecture, said, given, kind)
+    tied = {"output.weight": None} if model.config.tie_word_embeddings else {}
+    held = {**dict(tensors_of(name, model)), **tied, **(tensors or {})}
+    return source, written(tmp_path / "model.gguf", architecture, said, held, kind)
 
 
 # What files have in weights, and layers that are left out.
@@ -359,46 +347,26 @@ FAST = ["granitehybrid", "mamba"]  # vectors by groups; matrices of decays
 @pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, [("granitehybrid", 2), ("nemotron_h_moe", 3)]))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
-    made = converted(file)
     plain = theirs(source)
-    expected = folded(plain)
-    close(
-        values_of(load(made, torch.float32)),
-        {name: expected[name] for name, _ in plain.named_parameters(remove_duplicate=False)},
-    )
-    assert_settings(made, load_config(source), NOT_SAID)
-    assert_logits(made, ranks, partial(logits_of, plain))
+    state = folded(plain)
+    assert_model(converted(file), ranks, plain, {name: state[name] for name in held_by(plain)}, unsaid=NOT_SAID)
 
 
 @pytest.mark.parametrize("name", in_lanes(MODELS, FAST, []))
 def test_codes_are_kept(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
-    made = converted(file)
-    model = load(made, torch.float32, keep_codes=True)
-    held = [module for module in model.modules() if isinstance(module, WeightShard)]
-    assert all(isinstance(module.stored, QuantizedRows) for module in held)
-    close(values_of(model), values_of(load(made, torch.float32)))
-    close(values_of(load(made, torch.float32, keep_codes=True, defer_codes=True)), values_of(model), within=0)
+    assert_codes(converted(file))
 
 
-@native
+@natively
 @pytest.mark.parametrize("name", in_lanes(MODELS, FAST, ["granitemoe", "granitehybrid/dense", "nemotron_h_moe"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
-    made, unpacked = converted(file), tmp_path / "unpacked"
-    plain = load(made, torch.float32)
-    whole = auto_class(plain.config).from_config(plain.config, dtype=torch.float32)
-    whole.load_state_dict({**whole.state_dict(), **values_of(plain), **dict(plain.named_buffers())}, strict=False)
-    whole.save_pretrained(str(unpacked))
-    expected = truth(unpacked, mixed_script()[0].sequences)
-    runner = runner_of(made, native=True)
-    assert runner.is_native == (MODELS[name][0] in LOWERED)
-    ours = runner_of(unpacked, native=True, weights="q8_0")
-    assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+    assert assert_as_near_as_own_codes(converted(file)).is_native == (MODELS[name][0] in LOWERED)
 
 
 RMS: Keys = {"attention.layer_norm_rms_epsilon": 1e-5}
-WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+WRONG: list[Wrong] = [
     ("granitemoe", {"logit_scale": None}, {}, r"does not say granitemoe\.logit_scale"),
     ("granitemoe", {}, {"blk.1.ffn_gate_exps.weight": None}, r"no tensor blk\.1\.ffn_gate_exps\.weight"),
     ("granitemoe", {}, {"blk.1.ffn_gate_inp.weight": None}, r"no tensor .*layers\.1\.block_sparse_moe\.router"),
@@ -437,11 +405,8 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_is_missing_or_does_not_fit_is_named(
-    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
-) -> None:
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path, wrong: Wrong) -> None:
+    name, keys, tensors, message = wrong
     _, file = make(tmp_path, name, "F32", keys, tensors)
-    with pytest.raises(ModelLoadError, match=message) as raised:
-        load(converted(file), torch.float32)
-    assert "\n" not in str(raised.value)
+    assert_refused(file, message)

@@ -14,6 +14,7 @@ from services.executor.model.loading.gguf_file import GgufFile
 from services.executor.model.loading.gguf_tokenizer import WHOLE, chat_templates, tokenizer_json, tokenizer_settings
 from services.executor.model.loading.pre_tokenizers import SPLIT_RULES, split_name
 from shared.errors import ModelLoadError
+from tests.unit.executor.model.gguf_models import finish
 
 # Ten scripts, code, emoji, digits, accents as they are and composed, special tokens.
 TEXTS = (
@@ -50,9 +51,7 @@ def written(path: Path, kind: str, tokens: Sequence[str], types: Sequence[int], 
             writer.add_string(key, value)
         else:
             writer.add_array(key, list(value))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     return GgufFile(path)
 
 
@@ -230,9 +229,7 @@ def test_a_whole_tokenizer_json_is_taken_at_its_word(tmp_path: Path) -> None:
     own = byte_level("tekken")
     writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
     writer.add_string(WHOLE, own.to_str())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     assert read(GgufFile(tmp_path / "model.gguf")).encode(TEXTS[0]).ids == own.encode(TEXTS[0]).ids
 
 
@@ -254,9 +251,7 @@ def with_template(tmp_path: Path, template: Any, tool_use: str = "") -> GgufFile
     kinds = gguf.GGUFValueType.get_type(template), gguf.GGUFValueType.STRING
     writer.add_key_value("tokenizer.chat_template", template, *kinds)
     writer.add_string("tokenizer.chat_template.tool_use", tool_use)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     return GgufFile(tmp_path / "templates.gguf")
 
 

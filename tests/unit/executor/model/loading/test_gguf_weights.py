@@ -2,8 +2,6 @@
 
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,30 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from services.executor.collectives.base import SingleRank
-from services.executor.collectives.shared_memory import SharedMemory, make_area
-from services.executor.core.sharding import ShardLayout
+from services.executor.collectives.base import Collectives
 from services.executor.families.gguf_architectures import GGUF
-from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.loading.checkpoints import convert_gguf
-from services.executor.model.loading.loader import load_config, load_model, unpack
+from services.executor.model.loading.loader import load_config, unpack
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.conversion.test_convert import split
-from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, write_gguf
-from tests.unit.executor.model.lanes import in_lanes, in_rings
-from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
+from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, finish, write_gguf
+from tests.unit.executor.model.lanes import in_lanes, in_rings, natively
+from tests.unit.executor.model.loading import gguf_checks
+from tests.unit.executor.model.loading.gguf_checks import (
+    assert_model,
+    assert_near_what_is_unpacked,
+    close,
+    converted,
+    load,
+    values_of,
+)
 from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
-from tests.unit.executor.model.ring import CPU, mixed_script
-from tests.unit.executor.model.tiny import make_model, reference_logits
+from tests.unit.executor.model.ring import in_shared_memory, mixed_script
+from tests.unit.executor.model.tiny import make_model
 
 SIZES = {
     "hidden_size": 256,
@@ -72,33 +74,6 @@ def make(tmp_path: Path, model_type: str, kind: str, changes: Mapping[str, Any] 
     return write_gguf(source, tmp_path / "model.gguf", kind, **extra)
 
 
-def converted(file: Path, *, unpacked: bool = False) -> Path:
-    target = file.with_name("unpacked" if unpacked else "linked")
-    if unpacked and not target.exists():
-        convert(file, target, "safetensors", "bf16", lambda *stage: None)
-    elif not unpacked:
-        convert_gguf(file, target, lambda *stage: None)
-    return target
-
-
-def load(directory: Path, dtype: torch.dtype, *, keep_codes: bool = False, defer_codes: bool = False) -> Any:
-    layout = ShardLayout.from_config(load_config(directory), 1, 0)
-    how = {"keep_codes": keep_codes, "defer_codes": defer_codes}
-    return load_model(directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, **how)
-
-
-def values_of(model: Any) -> dict[str, Tensor]:
-    """All parameters in float32, quantized ones too."""
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        stored = owner.stored if isinstance(owner, WeightShard) and name.endswith(".weight") else parameter
-        if isinstance(stored, DeferredRows):
-            stored = stored.read()
-        found[name] = stored.dequantized() if isinstance(stored, QuantizedRows) else stored.detach().float()
-    return found
-
-
 def theirs(file: Path) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(
         str(file.parent), gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -110,12 +85,6 @@ def theirs(file: Path) -> dict[str, Tensor]:
 SOME = ("Q8_0", "Q4_K", "IQ4_XS")
 
 
-def check(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, expected[name].float()), name
-
-
 @pytest.mark.parametrize(
     "kind", in_lanes(QUANTIZED, [kind for kind in QUANTIZED if kind.name in SOME]), ids=lambda kind: kind.name
 )
@@ -125,15 +94,15 @@ def test_weights_are_held_as_the_file_has_them(tmp_path: Path, kind: gguf.GGMLQu
     held = [module for module in model.modules() if isinstance(module, WeightShard)]
     assert all(isinstance(module.stored, QuantizedRows) for module in held)
     expected = theirs(file)
-    check(values_of(model), expected)
+    close(values_of(model), expected, within=0)
     later = load(converted(file), torch.float32, keep_codes=True, defer_codes=True)
     held = [module for module in later.modules() if isinstance(module, WeightShard)]
     assert all(isinstance(module.stored, DeferredRows) for module in held)
-    check(values_of(later), expected)
+    close(values_of(later), expected, within=0)
     unpack(later, torch.float32)
-    check(values_of(later), expected)
+    close(values_of(later), expected, within=0)
     unpack(model, torch.float32)
-    check(values_of(model), expected)
+    close(values_of(model), expected, within=0)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -164,14 +133,7 @@ OWN_CHANGES: dict[str, dict[str, Any]] = {
 def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_type: str, ranks: int) -> None:
     """Held against what the file was made of."""
     file = make(tmp_path, model_type, "F32", OWN_CHANGES.get(model_type))
-    source, made = tmp_path / "plain", converted(file)
-    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    ours, expected = values_of(load(made, torch.float32)), dict(plain.state_dict())
-    assert ours.keys() == expected.keys()
-    for name, value in ours.items():  # Gemma's norms have one added, and taken away again
-        assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), name
-    assert_settings(made, load_config(source))
-    assert_logits(made, ranks, partial(reference_logits, source))
+    assert_model(converted(file), ranks, gguf_checks.theirs(tmp_path / "plain"))
 
 
 def test_without_its_row_a_file_is_refused_and_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +180,7 @@ def test_files_in_parts_are_served_as_one(tmp_path: Path) -> None:
     target = tmp_path / "parts"
     convert_gguf(split(file)[0], target, lambda *stage: None)
     file.unlink()
-    check(values_of(load(target, torch.float32, keep_codes=True)), expected)
+    close(values_of(load(target, torch.float32, keep_codes=True)), expected, within=0)
 
 
 def test_what_a_file_has_to_say_is_named(tmp_path: Path) -> None:
@@ -240,7 +202,7 @@ def test_every_architecture_has_its_weights_in_its_places(tmp_path: Path, model_
     file = make(tmp_path, model_type, kind)
     expected = theirs(file)
     for keep_codes in (False, True):
-        check(values_of(load(converted(file), torch.float32, keep_codes=keep_codes)), expected)
+        close(values_of(load(converted(file), torch.float32, keep_codes=keep_codes)), expected, within=0)
 
 
 def test_what_is_unpacked_is_named_in_the_log(tmp_path: Path) -> None:
@@ -249,7 +211,7 @@ def test_what_is_unpacked_is_named_in_the_log(tmp_path: Path) -> None:
         model = load(converted(file), torch.float32)
     [line] = [line for line in lines if line["event"] == "weights_unpacked"]
     assert (line["type"], line["tensors"], line["names"][0]) == ("TQ2_0", 3, "blk.0.attn_v.weight")
-    check(values_of(model), theirs(file))
+    close(values_of(model), theirs(file), within=0)
 
 
 def test_rotary_factors_divide_the_frequencies(tmp_path: Path) -> None:
@@ -301,19 +263,15 @@ def with_tensor(file: Path, path: Path, name: str, values: Any) -> Path:
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
 # Of a code in memory
 BITS = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), 3), "TQ1_0": 2, "TQ2_0": 2}
-native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     in_lanes(
@@ -328,22 +286,15 @@ native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kind: str) -> None:
     file = make(tmp_path, model_type, kind, {"num_hidden_layers": 1}, attn_v="Q6_K")
     runner = runner_of(converted(file), native=True)
-    assert runner.packed is not None
     layer = runner.packed.layers[0]
     down = layer.experts.down if layer.experts else layer.down
-    assert down is not None
-    assert down.form is not None
     assert down.form.bits == BITS.get(kind, int(kind[1]) if kind.startswith("Q") else 4)
     served = {tensor.name: tensor.computed_by for tensor in inspect(file).tensors}
     assert served[f"blk.0.ffn_down{'_exps' if layer.experts else ''}.weight"].startswith("kernel for codes")
-    expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
-    spread = torch.stack([row.std() for row in expected]).mean()
-    plain = errors(runner_of(converted(file, unpacked=True), native=True), expected)
-    # What int8 activations add is as much as int8 weights do.
-    assert errors(runner, expected).mean() < plain.mean() + 0.05 * spread
+    assert_near_what_is_unpacked(file, runner)
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     ("ranks", "kind", "model_type"),
     in_lanes(
@@ -359,19 +310,14 @@ def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str, model_type: 
     file = make(tmp_path, model_type, kind, THREE)
     directory = converted(file)
     expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
-    area = make_area(ranks, 1)
 
-    def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
+    def work(ring: Collectives) -> Tensor:
         runner = runner_of(directory, native=True, collectives=ring)
-        assert runner.packed is not None
         layer = runner.packed.layers[0]
         down = layer.experts.down if layer.experts else layer.down
-        assert down is not None
         assert down.form is not None
         return errors(runner, expected)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        ours = next(iter(pool.map(work, range(ranks))))
+    ours = in_shared_memory(ranks, work)[0]
     alone = errors(runner_of(directory, native=True), expected)
     assert ours.mean() < 1.3 * alone.mean()

@@ -1,7 +1,6 @@
 """Models whose checkpoints are quantized: their logits against transformers' with what the codes stand for."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
-from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.conversion.convert import convert
 from services.executor.model.loading.loader import load_config, load_model, unpack
@@ -22,16 +20,14 @@ from services.executor.model.loading.reading import Progress
 from services.executor.model.parallel.layers import WeightShard, expert_weight_of
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
-from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.architectures import settings_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.loading.quantized_weights import FORMS, Write, fp8, mxfp4
-from tests.unit.executor.model.ring import CPU, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import CPU, in_shared_memory, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import build, make_model, reference_logits
 
-native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 SIZES = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 5}
 SIZES |= {"head_dim": 32, "num_hidden_layers": 2}
 """Of inner widths that two and three ranks do not share equally."""
@@ -131,26 +127,20 @@ def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
     assert worst(gpt_oss(tmp_path), ranks) < 2e-4
 
 
-@native
+@natively
 @pytest.mark.parametrize("ranks", in_lanes([1, 2, 3], [1], [2]))
 def test_experts_of_gpt_oss_stay_codes(tmp_path: Path, ranks: int) -> None:
     checkpoint = gpt_oss(tmp_path, head_dim=32)
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
 
-    area = make_area(ranks, 1)
-
-    def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60) if ranks > 1 else None
+    def work(ring: Collectives) -> Tensor:
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
-        assert runner.packed is not None
         experts = runner.packed.layers[-1].experts
-        assert experts is not None
         assert experts.gate_up.form is not None
         assert experts.down.form is not None
         return errors(runner, expected)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        found = next(iter(pool.map(work, range(ranks))))
+    found = in_shared_memory(ranks, work)[0]
     assert found.mean() < 0.1 * torch.stack([row.std() for row in expected]).mean()
 
 
@@ -165,27 +155,24 @@ def test_codes_of_gpt_oss_are_put_back_where_its_modules_compute(tmp_path: Path,
         assert torch.equal(model.get_parameter(name), value.bfloat16()), name
 
 
-@native
+@natively
 @pytest.mark.parametrize(("form", "packed"), [("awq", True), ("gptq act-order", False), ("fp8 by blocks", True)])
 def test_codes_of_experts_stay_codes_where_they_have_one_format(tmp_path: Path, form: str, packed: bool) -> None:
     changes = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes)
     runner = runner_of(checkpoint.quantized, native=True)
-    assert runner.packed is not None
     experts = runner.packed.layers[-1].experts
-    assert experts is not None
     assert [experts.gate_up.form is not None, experts.down.form is not None] == [packed, packed]
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
     spread = torch.stack([row.std() for row in expected]).mean()
     assert errors(runner, expected).mean() < 0.1 * spread
 
 
-@native
+@natively
 @pytest.mark.parametrize("form", in_lanes(FORMS, SOME))
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     runner = runner_of(checkpoint.quantized, native=True)
-    assert runner.packed is not None
     assert all(linear.form is not None for linear in runner.packed.layers[0].down.parts)
     assert runner.packed.layers[0].qkv.form is not None
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
@@ -194,7 +181,7 @@ def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> No
     assert errors(runner, expected).mean() < 0.05 * spread
 
 
-@native
+@natively
 @pytest.mark.parametrize(
     "form", in_lanes(["gptq act-order", "awq", "int8 per channel", "fp8 by blocks", "nf4"], ["awq"])
 )
@@ -202,17 +189,13 @@ def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> No
 def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
-    area = make_area(ranks, 1)
 
-    def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
+    def work(ring: Collectives) -> Tensor:
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
-        assert runner.packed is not None
         assert runner.packed.layers[0].down.form is not None
         return errors(runner, expected)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        found = next(iter(pool.map(work, range(ranks))))
+    found = in_shared_memory(ranks, work)[0]
     spread = torch.stack([row.std() for row in expected]).mean()
     assert found.mean() < 0.05 * spread
 

@@ -83,7 +83,6 @@ def test_rows_are_kept_as_codes_where_they_can_be_cut(form: str, data: st.DataOb
     rows, columns = (data.draw(st.composite(spans)(size)) for size in (outputs, inputs // 16))
     cut = slice(columns.start * 16, columns.stop * 16)
     held = read(written).rows(ShardRange(rows.start, rows.stop), ShardRange(cut.start, cut.stop))
-    assert held is not None
     assert held.bits in (2, 3, 4, 8)
     # The values of NF4 are rounded to bf16, all else is the file's.
     rounded = 2.0**-8 if form.startswith("nf4") else 0.0
@@ -95,7 +94,6 @@ def test_rows_are_kept_as_codes_where_they_can_be_cut(form: str, data: st.DataOb
 def test_groups_of_every_size(kind: str, group: int) -> None:
     written = GROUPED[kind](np.random.default_rng(group + 1), 32, 256, group)
     held = read(written).rows(ShardRange(0, 32), ShardRange(0, 256))
-    assert held is not None
     assert held.group == (group if group > 0 else 256)
     np.testing.assert_array_equal(held.dequantized().numpy(), written.values)
 
@@ -103,11 +101,9 @@ def test_groups_of_every_size(kind: str, group: int) -> None:
 def test_codes_and_scales_are_the_files() -> None:
     made = np.random.default_rng(0)
     held = read(gptq(made, 64, 128, symmetric=True)).rows(ShardRange(0, 64), ShardRange(0, 128))
-    assert held is not None
     assert (held.bits, held.group, held.offset, held.zeros) == (4, 32, 8, None)
     assert held.scales.dtype is torch.float16
     ordered = read(gptq(made, 64, 128, ordered=True)).rows(ShardRange(0, 64), ShardRange(0, 128))
-    assert ordered is not None
     assert ordered.group == 32
     assert ordered.permutation is not None
     assert read(gptq(made, 64, 128)).rows(ShardRange(0, 64), ShardRange(8, 24)) is None

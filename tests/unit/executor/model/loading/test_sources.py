@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Interleave, Split, Transpose, WeightConverter, WeightRenaming
@@ -16,6 +16,7 @@ from services.executor.model.loading.reading import Read, read_all
 from services.executor.model.loading.sources import CheckpointSources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
+from tests.unit.executor.model.loading.test_loader import edit_weights
 from tests.unit.executor.model.tiny import BASE
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -97,12 +98,6 @@ def test_slices_of_stacked_experts(tmp_path: Path, model_type: str) -> None:
                 assert torch.equal(read(found, files, name, (dim, spans)), expected)
             both = read(found, files, name, (2, [ShardRange(3, 9)]), (0, [ShardRange(2, 4)]))
             assert torch.equal(both, whole[2:4, :, 3:9])
-
-
-def edit_weights(directory: Path, edit: Any) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Rounds of a draft model: what they ask for, what they pay for, and that nothing else changes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
@@ -16,6 +16,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.drafts.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
+from services.executor.scheduler.drafts.proposer import ProposerMaker
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.scheduler.drafts.speculation import Offer, Speculation, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
@@ -30,10 +31,18 @@ from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 class Ring:
     """A batcher with a draft model, stepped by hand."""
 
-    def __init__(self, right: float = 1.0, drafts: int = 3, devoted: bool = True, **spec: int) -> None:
-        self.spec = EngineSpec(**{"block_size": BLOCK, "num_blocks": 64, **spec}, **_SIZES, drafts=True)
+    def __init__(
+        self,
+        right: float = 1.0,
+        drafts: int = 3,
+        devoted: bool = True,
+        makers: Iterable[ProposerMaker] = PROPOSERS,
+        with_model: bool = True,
+        **spec: int,
+    ) -> None:
+        self.spec = EngineSpec(BLOCK, **{"num_blocks": 64, **spec}, **_SIZES, drafts=with_model)
         settings = BatchSettings(64, 4, max_drafts=drafts)
-        drafter = Drafter(self.spec, settings, PROPOSERS)
+        drafter = Drafter(self.spec, settings, makers)
         if devoted:
             engine_of(drafter).policy = DevotedPolicy(drafts)
         self.batcher = Scheduler(self.spec, settings, "m", drafter)
@@ -143,7 +152,6 @@ def test_a_round_takes_numbers_of_its_own() -> None:
     assert not ring.draft(), "there is nothing to go on from"
     ring.step()
     planned = ring.batcher.plan_drafts()
-    assert planned is not None
     plan, rows = planned
     assert (plan.plan.step, plan.count) == (2, 3)
     passes = DraftPasses(plan, BLOCK)
@@ -154,7 +162,6 @@ def test_a_round_takes_numbers_of_its_own() -> None:
     assert [len(one.block_tables) // 4 for one in made] == [2, 2, 2]
     ring.batcher.take_drafts(ring.model.draft(plan, [row.sampling for row in rows]))
     step = ring.step()
-    assert step is not None
     assert step.step == 5
 
 
@@ -256,7 +263,6 @@ def test_a_failed_step_takes_the_proposals_with_it() -> None:
     ring.step()
     assert ring.draft()
     scheduled = ring.batcher.schedule()
-    assert scheduled is not None
     assert scheduled[1][0].request.generation_id == "a"
     for batch in ring.batcher.fail_step(InternalError("NaN"), [0]).values():
         ring.log += batch

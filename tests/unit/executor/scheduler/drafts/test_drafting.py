@@ -226,7 +226,6 @@ def generate(requests: list[GenerationRequest], drafts: int) -> tuple[list[Token
         assert batcher.add(request) is None
     while batcher.has_work:
         scheduled = batcher.schedule()
-        assert scheduled is not None
         plan, rows = scheduled
         # Every token costs next to nothing, so that what may be right is drafted.
         seconds = 1 + 0.001 * len(plan.token_ids)

@@ -1,50 +1,27 @@
 """Proposers: each can be taken out of the list, and the rest serves as ever."""
 
-import random
-
 import pytest
 
-from services.executor.core.engine import EngineSpec
-from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.drafts.proposer import ProposerMaker
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.scheduler.drafts.proposers.draft_models import draft_heads, draft_models
 from services.executor.scheduler.drafts.proposers.ngrams import ngrams
-from tests.unit.executor.scheduler.drafts.fake_draft_model import FakeDraftModel
-from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
-from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
+from tests.unit.executor.scheduler.drafts.test_draft_model import Ring
+from tests.unit.executor.scheduler.fake_engine import undisturbed
+from tests.unit.executor.scheduler.stepped_ring import ask
 
 
 class Said:
     """What a ring gives for some requests, one of which has a prediction that is right."""
 
-    def __init__(self, makers: list[ProposerMaker], **engine: bool) -> None:
-        spec, settings = EngineSpec(BLOCK, 64, 200, VOCAB, **engine), BatchSettings(64, 4, max_drafts=3)
-        self.drafter = Drafter(spec, settings, makers)
-        batcher = Scheduler(spec, settings, "m", self.drafter)
-        fake = FakeEngine(spec)
-        model = FakeDraftModel(fake, random.Random(3), 1.0)
+    def __init__(self, makers: list[ProposerMaker], drafts: bool = False, **engine: bool) -> None:
+        ring = Ring(devoted=False, makers=makers, with_model=drafts, **engine)
         requests = [ask("a", 5, 40), ask("bb", 9, 37), ask("ccc", 14, 30)]
         requests[0] = ask("a", 5, 40, prediction=undisturbed(requests[0], 40))
-        self.texts: dict[str, list[int]] = {}
-        self.steps = 0
-        for request in requests:
-            assert batcher.add(request) is None
-        while batcher.has_work:
-            if (round_ := batcher.plan_drafts()) is not None:
-                batcher.take_drafts(model.draft(round_[0], [row.sampling for row in round_[1]]), 0.0001)
-            scheduled = batcher.schedule()
-            assert scheduled is not None
-            plan, rows = scheduled
-            model.copy(plan)
-            sampled = fake.execute(plan, [row.sampling for row in rows])
-            model.step(plan)
-            self.steps += 1
-            for entry in batcher.update(sampled, 0.001)["gateway"]:
-                self.texts.setdefault(entry.generation_id, []).extend(entry.tokens)
-            batcher.check()
+        ring.add(*requests)
+        ring.run()
+        self.drafter, self.steps = ring.batcher.drafter, len(ring.plans)
+        self.texts = {one.generation_id: ring.text(one.generation_id) for one in requests}
         assert self.texts == {one.generation_id: undisturbed(one, one.max_tokens) for one in requests}
 
 

@@ -32,7 +32,6 @@ class StubbedRing:
             assert self.batcher.add(request) is None
         while self.batcher.has_work:
             scheduled = self.batcher.schedule()
-            assert scheduled is not None
             plan, rows = scheduled
             rows_scored.append(len(plan.score_rows) // 4)
             sampled = self._engine.execute(plan, [row.sampling for row in rows])
@@ -103,7 +102,6 @@ def test_the_logits_of_named_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch)
 def test_what_a_language_model_refuses(fields: dict[str, object], message: str) -> None:
     ring = Ring(pooling="last", embedding_size=4)  # type: ignore[arg-type]
     refusal = ring.batcher.add(ask("a", 5, 1, **fields))
-    assert refusal is not None
     assert (refusal.code, refusal.retryable) == ("invalid_request", False)
     assert message in refusal.message
 
@@ -113,7 +111,6 @@ def test_an_encoder_generates_nothing() -> None:
     batcher = Scheduler(spec, BatchSettings())
     for request in (ask("t", 5), ask("n", 5, 1, logprob_token_ids=[1]), ask("e", 5, 1, embed=True)):
         refusal = batcher.add(request)
-        assert refusal is not None
         assert ("makes no vectors" if request.embed else "it does classify") in refusal.message
 
 
@@ -136,7 +133,6 @@ def test_prompts_are_never_cut(lengths: list[int], blocks: int, batch: set[int])
     told: dict[str, float] = {}
     while batcher.has_work:
         scheduled = batcher.schedule()
-        assert scheduled is not None
         plan = scheduled[0]
         query = as_int32(plan.query_lens)
         assert query.tolist() == as_int32(plan.context_lens).tolist()

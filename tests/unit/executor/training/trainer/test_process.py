@@ -86,7 +86,6 @@ class Process:
         self.write(msgspec.json.encode(spec) + b"\n")
 
     def write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(line)
         self._process.stdin.flush()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from services.executor.ipc.trainer_pipe import (
     STATE,
@@ -179,7 +180,7 @@ def test_a_loss_that_is_no_number_ends_the_job_with_its_step(tmp_path: Path) -> 
 
 def test_a_pause_after_the_step_under_way(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, job_of())
-    spec = type(spec)(**{**{f: getattr(spec, f) for f in spec.__struct_fields__}, "state_interval": 1e9})
+    spec = structs.replace(spec, state_interval=1e9)
     whole = Attempt(spec).run()
     first = Attempt(spec)
     first.on_event = lambda event: first.pause.set() if event in first.of(Stepped)[3:4] else None
