@@ -28,7 +28,6 @@ def test_a_response_says_what_a_chat_completion_says(connect: Connect, two_group
         final = stream.until_done().get_final_response()
     assert final.output_text == made.output_text
     assert "Paris" in made.output_text
-    assert made.usage is not None
     counted = client.responses.input_tokens.count(model=DEFAULT_MODEL, input=QUESTION)
     assert counted.input_tokens == made.usage.input_tokens
 
@@ -49,7 +48,6 @@ def test_a_conversation_is_the_one_that_a_client_would_send(connect: Connect, tw
         max_tokens=24,
     )
     assert second.output_text == reply.choices[0].message.content
-    assert second.usage is not None
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
@@ -59,8 +57,6 @@ def test_a_prompt_is_computed_before_it_is_asked(connect: Connect, two_groups: S
     question = "Name the seven days of the week, " * 8
     cold = client.responses.create(input=question, prompt_cache_options={"prewarm": True}, **options)
     warm = client.responses.create(input=question, **options)
-    assert cold.usage is not None
-    assert warm.usage is not None
     assert cold.output == []
     assert cold.usage.input_tokens_details.cached_tokens < warm.usage.input_tokens_details.cached_tokens
     assert warm.output_text
@@ -84,8 +80,6 @@ def test_a_sessions_next_turn_is_computed_ahead(connect: Connect, two_groups: St
         temperature=0,
         extra_headers={"X-Session-ID": "months"},
     )
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached is not None
     assert cached >= first["prompt_tokens"] // 16 * 16
@@ -146,6 +140,4 @@ def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> N
     last = client.responses.create(
         input=outputs, previous_response_id=final.id, tools=[function], max_output_tokens=16, **options
     )
-    assert last.usage is not None
-    assert final.usage is not None
     assert last.usage.input_tokens > final.usage.input_tokens

@@ -95,7 +95,6 @@ async def test_adapters_are_loaded_shown_replaced_and_unloaded(
     assert await command.json("list") == []
     names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
     entry = await names.get("sql")
-    assert entry is not None
     assert [digest for digest, _ in entry.value.retired] == [f"{1:064x}", f"{2:064x}"]
 
 

@@ -42,7 +42,6 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(comma
     identity, secret = parse(token) or ("", "")
     keys = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
     entry = await keys.get(identity)
-    assert entry is not None
     record = entry.value
     assert (record.digest, record.tenant, record.name) == (digest_of(secret), "acme", "ci")
     assert record.limits == KeyLimits(5, 700, 2)

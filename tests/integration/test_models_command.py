@@ -148,7 +148,6 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
     assert "chat is loaded on host-0." in await command.run("load", "gpt")
     assert (await command.run("load", "chat")).endswith("chat is loaded on host-0.\n")
     entry = await cluster.registry.get("chat")
-    assert entry is not None
     assert (entry.value.settings, entry.value.most) == (ModelSettings(tp=2), 1)
 
     changed = await command.json(
@@ -187,7 +186,6 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
     assert "sparse" not in await command.run("show", "chat")
     assert "chat is unloaded" in await command.run("unload", "chat", "--force")
     entry = await cluster.registry.get("chat")
-    assert entry is not None
     assert (entry.value.action, entry.value.force) == ("unload", True)
     assert await command.run("remove", "chat", "--files") == "chat: unloaded\nchat is removed with its files.\n"
     assert cluster.told == [RemoveModel(msgspec.structs.replace(entry.value))]
@@ -372,7 +370,6 @@ async def test_adapters_of_a_file_are_wanted_adopted_changed_and_taken_out(
     entries = await names.items()
     assert entries["sql"] == msgspec.structs.replace(read, origin="file")
     wanted = entries["legal"].wanted
-    assert wanted is not None
     assert (wanted.model, wanted.source, wanted.revision) == ("a", "org/legal", "v2")
     assert await command.run("list", "--yaml") == ADAPTED.replace("sql: /adapters/sql\n    ", "") + (
         "    sql: /adapters/sql\n"
@@ -387,7 +384,6 @@ async def test_adapters_of_a_file_are_wanted_adopted_changed_and_taken_out(
     assert said["adapters"] == changes
     entries = await names.items()
     assert (entries["sql"].digest, entries["sql"].wanted is not None) == (read.digest, True)
-    assert entries["legal"].wanted is not None
     assert entries["legal"].wanted.error == "", "it is tried again"
     file.write_text(ADAPTED.replace("name: a", "name: legal"))
     with pytest.raises(ConfigurationError, match="The name 'legal' is taken by the model legal"):

@@ -101,7 +101,6 @@ class Rings:
         """Waits for them, each `timeout` seconds at most, and tells everybody that they serve."""
         for group in groups:
             beat = (await self.processes[group].wait_ready(timeout)).group
-            assert beat is not None
             await self.announce(GroupRecord(group, beat.model, "ready", beat.epoch, beat.ranks, beat.load))
 
     async def announce(self, record: GroupRecord) -> None:

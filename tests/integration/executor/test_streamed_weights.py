@@ -36,7 +36,6 @@ async def test_a_group_streams_weights_and_says_so(bus: Bus, nats_settings: Comm
             own += ("--weight-cache-bytes", str(1 << 30), "--dtype", "bf16")
             await house.begin(group, model, *own)
             beat = (await house.processes[group].wait_ready()).group
-            assert beat is not None
             assert beat.traits == GroupTraits(["window"], engine=RING)
             assert (beat.streamed is not None) is (group == "part")
             if beat.streamed is not None:

@@ -38,7 +38,6 @@ async def test_it_starts_answers_and_stops_on_a_signal(nats_settings: CommonSett
         port = probe.getsockname()[1]
     process = await start(nats_settings, "--port", str(port))
     try:
-        assert process.stderr is not None
         while b"ready" not in (line := await process.stderr.readline()):
             assert line, "the gateway ended at its start"
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:

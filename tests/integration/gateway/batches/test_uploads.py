@@ -37,7 +37,6 @@ async def test_parts_become_a_file(
         upload.id, part_ids=[part.id for part in parts], md5=hashlib.md5(WHOLE, usedforsecurity=False).hexdigest()
     )
     assert done.status == "completed"
-    assert done.file is not None
     assert (done.file.bytes, done.file.filename, done.file.purpose) == (len(WHOLE), "a.txt", "user_data")
     assert done.file.expires_at == done.file.created_at + 3600
     assert (await client.files.content(done.file.id)).content == WHOLE

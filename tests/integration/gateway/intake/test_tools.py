@@ -112,7 +112,6 @@ async def test_the_clients_parse_helper_is_strict(client: openai.AsyncOpenAI, ri
     (call,) = answer.choices[0].message.tool_calls or ()
     assert call.function.parsed_arguments == GetWeather(city="Rome", days=2)
     grammar = ring.requests[0].grammar
-    assert grammar is not None
     assert '"<tool_call>"' not in grammar.text.partition("until_calls")[0]
 
 
@@ -135,7 +134,6 @@ async def test_demanded_calls(client: openai.AsyncOpenAI, ring: FakeRing, choice
     assert answer.choices[0].message.content is None
     assert answer.choices[0].finish_reason == finish
     grammar = ring.requests[0].grammar
-    assert grammar is not None
     assert grammar.kind == "lark"
     assert ("get_weather" in grammar.text) == ("allowed_tools" not in str(choice))
 
@@ -148,7 +146,6 @@ async def test_calls_with_choices_logprobs_and_a_limit(client: openai.AsyncOpenA
     ids = [(choice.message.tool_calls or [])[0].id for choice in answer.choices]
     assert len(set(ids)) == 2
     for choice in answer.choices:
-        assert choice.logprobs is not None
         assert len(choice.logprobs.content or ()) == len(CALL)
     answer = await client.chat.completions.create(model=MODEL, messages=[USER], tools=TOOLS, max_tokens=60)
     (call,) = answer.choices[0].message.tool_calls or ()
@@ -161,7 +158,6 @@ async def test_functions_of_old(client: openai.AsyncOpenAI, ring: FakeRing) -> N
     functions: Any = [TOOLS[0]["function"]]
     answer = await client.chat.completions.create(model=MODEL, messages=[USER], functions=functions)
     message = answer.choices[0].message
-    assert message.function_call is not None
     assert (message.function_call.name, message.function_call.arguments) == ("get_weather", ARGUMENTS)
     assert answer.choices[0].finish_reason == "function_call"
 

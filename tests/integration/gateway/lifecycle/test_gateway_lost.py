@@ -92,7 +92,6 @@ def body(**fields: Any) -> dict[str, Any]:
 async def recorded(gateway: RunningGateway, writer: str) -> None:
     """Waits until the journal has a record of the gateway `writer`: a ring may have the request before."""
     answers = gateway.service.work.answers
-    assert answers is not None
 
     async def any_is() -> bool:
         return bool((await answers.records.collect_since(writer_of(writer), 0.0))[0])
@@ -131,7 +130,6 @@ async def test_many_streams_go_on_elsewhere_whole(
     await asyncio.gather(*readers)
     going_on = [asyncio.create_task(go_on(gateway, events)) for events in streams]
     answers = gateway.service.work.answers
-    assert answers is not None
     await until(lambda: len([answer for answer in answers.all() if answer.owned]) == 24)
     paced.allow()
     for number, (events, task) in enumerate(zip(streams, going_on, strict=True)):
@@ -269,7 +267,6 @@ async def test_an_heir_takes_over_what_it_would_not_have_admitted(
         await doomed.kill()
         await mourn(bus, "doomed")
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: sum(answer.owned for answer in answers.all()) == 3)
         async with gateway.http() as http:
             refused = await http.post(CHAT, json=body(stream=False))
@@ -292,7 +289,6 @@ async def test_a_gateway_that_begins_anew_under_its_name(
     async with run_gateway(nats_settings, instance="doomed") as gateway:
         reading = asyncio.create_task(go_on(gateway, events))
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: any(answer.owned for answer in answers.all()))
         paced.allow()
         assert text_of(events) + text_of(await reading) == TEXT.decode("latin-1")
@@ -309,7 +305,6 @@ async def test_a_gateway_that_was_only_asleep_yields(
     doomed.process.process.send_signal(signal.SIGSTOP)
     reading = asyncio.create_task(go_on(gateway, events[:2]))
     answers = gateway.service.work.answers
-    assert answers is not None
     await until(lambda: any(answer.owned for answer in answers.all()), 20)
     doomed.process.process.send_signal(signal.SIGCONT)
     log = doomed.process.log
@@ -330,19 +325,15 @@ async def test_what_has_run_for_long_is_found_by_the_list(
     async with gateway.http() as http, http.stream("POST", CHAT, json=body()):
         heirs = gateway.service.work.heirs
         answers = gateway.service.work.answers
-        assert heirs is not None
-        assert answers is not None
         monkeypatch.setattr("services.gateway.lifecycle.failover.LISTED_AFTER", 0.0)
         await heirs.write_list()
         lists = await Bucket.open(bus, subjects.UNFINISHED_BUCKET, Unfinished)
         entry = await lists.get(gateway.service.instance)
-        assert entry is not None
         assert entry.value.identities == [answer.identity for answer in answers.all()]
         late = time.time() + 1000
         await lists.put(gateway.service.instance, Unfinished(late, entry.value.identities))
         async with run_gateway(nats_settings) as other:
             heir = other.service.work.heirs
-            assert heir is not None
             left = await heir._left_by(gateway.service.instance, late)
             assert list(left) == entry.value.identities
             assert len(await heir._going(gateway.service.instance, list(left.values()))) == 1
@@ -370,7 +361,6 @@ async def test_what_no_ring_has_spoken_for_is_not_computed_by_an_heir(
     """It has a record, and no ring or scheduler that would say how it ended."""
     ring.taking.clear()
     answers = gateway.service.work.answers
-    assert answers is not None
     async with gateway.http() as http:
         await http.post(CHAT, json=body(stream=False))  # the last one that the ring takes
         if end == "refused by the queue":
@@ -382,7 +372,6 @@ async def test_what_no_ring_has_spoken_for_is_not_computed_by_an_heir(
             leaving.cancel()
     async with run_gateway(nats_settings) as other:
         heir = other.service.work.heirs
-        assert heir is not None
 
         async def all_have_ended() -> bool:
             left = await heir._left_by(gateway.service.instance, time.time())

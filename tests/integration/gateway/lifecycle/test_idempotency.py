@@ -66,7 +66,6 @@ async def test_a_log_that_takes_long_to_read_is_not_forgotten_meanwhile(
     """Nobody listens to what is only being found, for longer than it would be kept."""
     ring.behave = paced = Paced(TEXT, 5)
     answers = other.service.work.answers
-    assert answers is not None
     read_sources = answers.read_sources
 
     async def slowly(*given: Any) -> None:

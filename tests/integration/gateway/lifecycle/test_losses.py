@@ -24,7 +24,6 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 
 
 def generations_of(gateway: RunningGateway) -> Generations:
-    assert gateway.service.work.generations is not None
     return gateway.service.work.generations
 
 
@@ -174,7 +173,6 @@ async def test_cancellations_are_tried_again_when_the_connection_is_back(
     generations = generations_of(gateway)
     asked: list[str] = []
     requester = gateway.service.bus._requester
-    assert requester is not None
     real = requester.request
 
     async def away_at_first(subject: str, *args: Any, **options: Any) -> Any:

@@ -143,9 +143,7 @@ async def test_formats_are_grammars(client: ollama.AsyncClient, ring: FakeRing) 
 
 async def test_log_probabilities(client: ollama.AsyncClient) -> None:
     answer = await client.chat(MODEL, HI, logprobs=True, top_logprobs=1)
-    assert answer.logprobs is not None
     assert [one.token for one in answer.logprobs] == list("Hello, world!")
-    assert answer.logprobs[0].top_logprobs is not None
     assert (answer.logprobs[0].logprob, answer.logprobs[0].top_logprobs[0].token) == (-0.5, "a")
     parts = [part async for part in await client.generate(MODEL, "Hi", raw=True, stream=True, logprobs=True)]
     assert "".join(one.token for part in parts for one in part.logprobs or ()) == "Hello, world!"

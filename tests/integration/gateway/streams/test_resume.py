@@ -63,7 +63,6 @@ async def test_a_stream_goes_on_at_another_gateway_while_it_runs(
     first = await begin(gateway, 5)
     reading = asyncio.create_task(go_on(other, public_id(first), first[-1][1]))
     answers = gateway.service.work.answers
-    assert answers is not None
     await until(lambda: any(answer.listened_until for answer in answers.all()))
     paced.allow()
     rest = await reading
@@ -154,7 +153,6 @@ async def test_background_outlives_the_grace_and_its_stop_string_ends_it(
         async with http.stream("POST", CHAT, json=body, headers=headers) as response:
             first = await read_events(response, 3)
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: [answer for answer in answers.all() if not answer.readers])
         paced.allow(25)
         await until(lambda: ring.requests[0].generation_id in ring.commanded)  # the stop string was found
@@ -176,7 +174,6 @@ async def test_a_client_that_left_before_the_first_token_frees_its_place_at_once
             task.cancel()
         await until(lambda: ring.cancelled)
         answers = gateway.service.work.answers
-        assert answers is not None
         (kept,) = [answer for answer in answers.all() if not answer.ended]
         assert kept.record.idempotency
         assert ring.cancelled == {item.generation_id for item in ring.requests} - {f"{kept.identity}-0"}
@@ -189,7 +186,6 @@ async def test_a_client_that_left_keeps_its_place_while_nobody_waits_for_it_or_i
     ring.behave = paced = Paced(TEXT, 10)
     async with run_gateway(nats_settings, resume_grace=3600.0) as gateway, gateway.http() as http:
         answers, catalog = gateway.service.work.answers, gateway.service.work.catalog
-        assert answers is not None
         await ring.put_record("busy", running=1)
         async with http.stream("POST", CHAT, json=STREAM, headers=headers) as response:
             first = await read_events(response, 5)
@@ -261,7 +257,6 @@ async def test_readers_are_bounded(nats_settings: CommonSettings, ring: FakeRing
         http.stream("POST", CHAT, json=STREAM),
     ):
         answers = gateway.service.work.answers
-        assert answers is not None
         (answer,) = answers.all()
         refused = await http.get(f"/v1/generations/{answer.public_id}/stream")
         assert refused.status_code == 429

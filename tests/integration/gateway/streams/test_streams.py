@@ -34,14 +34,12 @@ async def test_frames_dropped_by_the_client_library_are_filled_from_the_journal(
     async with run_gateway(nats_settings, pending_frames=2) as gateway, gateway.openai() as client:
         answers = await asyncio.gather(*(client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(3)))
         assert {answer.choices[0].message.content for answer in answers} == {LONG}
-        assert gateway.service.work.generations is not None
         assert gateway.service.work.generations.tokens.replays > 0
 
 
 async def test_a_missed_end_is_found_when_the_stream_stalls(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, stall_timeout=0.2) as gateway, gateway.http() as http:
         generations = gateway.service.work.generations
-        assert generations is not None
         live = generations.tokens._on_frame
 
         def deaf(frame: Any) -> None:
@@ -108,7 +106,6 @@ async def test_a_request_in_the_queue_is_not_handed_in_twice(
     await ring.stop()
     waiting = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
     generations = gateway.service.work.generations
-    assert generations is not None
     await until(lambda: [item for item in generations._by_id.values() if item.state == "queued"])
     suspect = next(iter(generations._by_id.values()))
     generations.on_group_lost("g1", 1, MODEL)
@@ -165,7 +162,6 @@ async def test_a_client_that_goes_cancels_its_generation(nats_settings: CommonSe
             await until(lambda: ring.requests[1].generation_id in ring.cancelled)
             assert ring.requests[1].generation_id not in ring.commanded
         generations = gateway.service.work.generations
-        assert generations is not None
         await until(lambda: len(generations) == 0)
 
 
@@ -175,7 +171,6 @@ async def test_a_queued_request_of_a_client_that_went_is_withdrawn(gateway: Runn
         with pytest.raises(httpx.ReadTimeout):
             await http.post(CHAT, json=BODY, timeout=0.2)
     generations = gateway.service.work.generations
-    assert generations is not None
     await until(lambda: len(generations) == 0 and generations.cancellations.idle)
     info = await ring.bus.jetstream().stream_info("INTAKE")
     assert info.state.messages == 0
@@ -206,7 +201,6 @@ async def test_frames_missed_while_disconnected_are_filled_from_the_journal(
     async def behave(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, list(b"Hello"))
         await fake.bus.flush()
-        assert nats_client._transport is not None
         nats_client._transport.close()  # as if the network had cut it
         for position, token in enumerate(b", world!", 5):
             await fake.emit(request, position, [token])
@@ -217,7 +211,6 @@ async def test_frames_missed_while_disconnected_are_filled_from_the_journal(
     ring.behave = behave
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     assert answer.choices[0].message.content == "Hello, world!"
-    assert gateway.service.work.generations is not None
     assert gateway.service.work.generations.tokens.replays > 0
 
 

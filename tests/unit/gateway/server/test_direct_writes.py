@@ -31,7 +31,6 @@ async def ask(answer: Answer, client: Callable[[str], Awaitable[None]]) -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
-        assert connection is not None
         await answer(connection.write, receive, send)
 
     await serve(app, client)
@@ -279,7 +278,6 @@ async def test_a_body_that_has_come_whole_is_taken_and_the_client_still_heard_of
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
-        assert connection is not None
         assert connection.body() == b"whole"
         taken.set()
         assert (await receive())["type"] == "http.disconnect"
@@ -301,7 +299,6 @@ async def test_a_body_that_is_still_to_come_is_received(expect: bytes) -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
-        assert connection is not None
         assert connection.body() is None
         begun.set()
         assert await read_body(scope, receive, 100, 10.0) == b"in parts"

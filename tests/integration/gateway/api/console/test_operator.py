@@ -108,7 +108,6 @@ async def test_models_are_added_loaded_pinned_unloaded_and_removed(
     await act(page, "turn", "another")
     await page.until("document.getElementById('models-note').textContent === 'Load another: begun.'")
     asked = await hosts.registry.get("another")
-    assert asked is not None
     assert (asked.value.action, asked.value.source) == ("load", HUB)
     await hosts.say(HostModel("another", "loading", done=30, total=40, load_seconds=100.0))
     await page.until(f"{ROWS}.some(row => row[1].startsWith('loading  75 %'))")

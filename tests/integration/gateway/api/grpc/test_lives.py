@@ -186,7 +186,6 @@ async def test_a_reader_that_does_not_read_holds_up_nobody_and_grows_nothing(
     assert text_of([event async for event in client.Generate(request)]) == text
     await until(lambda: ring.answered == 2)
     server = gateway.service._grpc
-    assert server is not None
     (stream,) = [stream for peer in server.peers for stream in peer.connection.streams.values()]
     await until(lambda: stream.pending)
     assert len(stream.pending) < 1000
