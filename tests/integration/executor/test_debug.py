@@ -18,7 +18,7 @@ import pytest
 from services.cli.commands.debug import fetch_dump, fetch_profile
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
-from shared.messages import GenerationRequest, GroupBeat, GroupLoad, GroupRecord, SamplingParams, TokenFrame
+from shared.messages import GenerationRequest, GroupBeat, GroupLoad, GroupRecord, SamplingParams
 from shared.messages.debugging import DebugCommand, Dump, JobReply, ProfileCommand, ProfileSummary, ResultCommand
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -94,13 +94,6 @@ async def result(bus: Bus, job: str) -> JobReply:
             if reply.done:
                 return reply
             await asyncio.sleep(0.1)
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
 
 
 @pytest.fixture(scope="module")

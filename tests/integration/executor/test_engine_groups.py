@@ -3,6 +3,7 @@ or stands still. The engine is scripted (`scripted_engine.py`) and speaks as vLL
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -17,13 +18,8 @@ from safetensors.numpy import save_file
 from shared.config import CommonSettings
 from shared.messages import (
     Cancel,
-    ControlCommand,
-    ControlReply,
-    DispatchBatch,
-    DispatchReply,
     Drain,
     EngineTraits,
-    GenerationRequest,
     Grammar,
     GroupLoad,
     GroupRecord,
@@ -35,26 +31,21 @@ from shared.messages import (
     ModelSpec,
     PullAdapter,
     SamplingParams,
-    TokenFrame,
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.executor.reader import Reader
 from tests.integration.executor.scripted_engine import WRONG, token_at
+from tests.integration.executor.test_executor import Start, control, dispatch
+from tests.integration.executor.test_executor import request as request_of
 from tests.processes import ServiceProcess, service_process
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 ENGINE = Path(__file__).parent / "scripted_engine.py"
 CONFIG = {"model_type": "llama", "vocab_size": 258, "max_position_embeddings": 512, "eos_token_id": 1}
 CONFIG |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
+request = functools.partial(request_of, model="tiny", prompt=(4, 5, 6))
 
 
 @contextlib.asynccontextmanager
@@ -76,38 +67,22 @@ async def executor(
         yield process
 
 
-def request(name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None) -> GenerationRequest:
-    return GenerationRequest(
-        generation_id=name,
-        request_id=f"request-of-{name}",
-        model="tiny",
-        consumer="me",
-        prompt=[4, 5, 6],
-        max_tokens=max_tokens,
-        sampling=SamplingParams(seed=seed),
-        generated=generated or [],
-        attempt=1 if generated else 0,
-    )
+@pytest.fixture
+def start(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> Start:
+    """Starts one of the test's own, with these arguments of its command."""
+    return functools.partial(executor, bus, nats_settings, tmp_path)
 
 
 def expected(seed: int, start: int, stop: int) -> list[int]:
     return [token_at(seed, position) for position in range(start, stop)]
 
 
-async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
-    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=30)
-
-
-async def control(bus: Bus, command: ControlCommand) -> ControlReply:
-    return await bus.request(subjects.control("g"), command, ControlReply, timeout=30)
-
-
 @pytest.mark.parametrize("wide", [1, 3])
 async def test_tokens_come_once_and_a_continuation_goes_on(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, wide: int
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader, wide: int
 ) -> None:
     options = ("--context-length", "300", "--engine-args", "--kv-cache-dtype 'fp8'")
-    async with executor(bus, nats_settings, tmp_path, *options, wide=wide) as process:
+    async with start(*options, wide=wide) as process:
         beat = await process.wait_ready()
         assert beat.group.kernels == "Scripted 1.0"
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
@@ -126,10 +101,8 @@ async def test_tokens_come_once_and_a_continuation_goes_on(
         assert await process.end() == 0
 
 
-async def test_an_engine_that_dies_is_started_again(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, once="die") as process:
+async def test_an_engine_that_dies_is_started_again(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start(once="die") as process:
         before = await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=100))
         await process.wait_for(lambda beat: is_later(beat, before))
@@ -140,11 +113,9 @@ async def test_an_engine_that_dies_is_started_again(
         assert "vLLM has ended: signal 9" in process.log.read_text()
 
 
-async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_computed(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_computed(start: Start, bus: Bus) -> None:
     """The engine itself goes on: it is ended."""
-    async with executor(bus, nats_settings, tmp_path, once="fail") as process:
+    async with start(once="fail") as process:
         before = await process.wait_ready()
         (engine,) = engines_of(process)
         await dispatch(bus, request("a", max_tokens=100))
@@ -155,10 +126,8 @@ async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_co
         assert '"cause": "crashed", "suspects": ["a"]' in log
 
 
-async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--hung-after", "1", once="stop") as process:
+async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--hung-after", "1", once="stop") as process:
         before = await process.wait_ready()
         (engine,) = engines_of(process)
         await dispatch(bus, request("a", max_tokens=100))
@@ -170,11 +139,9 @@ async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(
         assert (await reader.finish("b"))[0] == expected(2, 0, 30)
 
 
-async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens(start: Start, bus: Bus) -> None:
     options = ("--hung-after", "1", "--engine-step-timeout", "1")
-    async with executor(bus, nats_settings, tmp_path, *options, once="mute") as process:
+    async with start(*options, once="mute") as process:
         before = await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=100))
         await process.wait_for(lambda beat: is_later(beat, before))
@@ -182,10 +149,10 @@ async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens
 
 
 async def test_cancel_is_an_abort_and_batch_work_makes_way(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:
     """The engine has one place."""
-    async with executor(bus, nats_settings, tmp_path, places=1) as process:
+    async with start(places=1) as process:
         await process.wait_ready()
         await dispatch(bus, msgspec.structs.replace(request("b", max_tokens=120), lane="batch"))
         await reader.some()
@@ -200,10 +167,8 @@ async def test_cancel_is_an_abort_and_batch_work_makes_way(
         assert (tmp_path / "aborted").read_text().split() == ["b/0/1", "c/0/1"]
 
 
-async def test_a_drain_hands_back_what_is_not_over(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--drain-grace", "0") as process:
+async def test_a_drain_hands_back_what_is_not_over(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--drain-grace", "0") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=400))
         await reader.some()
@@ -215,10 +180,10 @@ async def test_a_drain_hands_back_what_is_not_over(
 
 
 async def test_what_the_engine_cannot_do_is_refused_by_its_name(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:
     unsupported = ["pooling", "adapter", "grammar", "penalties"]
-    async with executor(bus, nats_settings, tmp_path, unsupported=unsupported) as process:
+    async with start(unsupported=unsupported) as process:
         beat = await process.wait_ready()
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
         cannot = ["logprob_token_ids", "sparse", *unsupported]
@@ -243,13 +208,13 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
 
 @pytest.mark.parametrize("other", ["ring", "sglang"])
 async def test_another_kind_of_engine_under_one_name_is_refused_unless_it_is_allowed(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, other: str
+    start: Start, bus: Bus, nats_settings: CommonSettings, tmp_path: Path, other: str
 ) -> None:
     """As is a ring beside an engine (`tests/integration/executor/test_executor.py`)."""
     groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
     traits = GroupTraits(engine=EngineTraits(other, "" if other == "ring" else "SGLang 1"))
     await groups.put("other", GroupRecord("other", "tiny", "busy", 1, [], GroupLoad(), traits=traits))
-    async with executor(bus, nats_settings, tmp_path) as process:
+    async with start() as process:
         assert await asyncio.wait_for(process.process.wait(), 60) == 1
         said = f"error: The group other computes tiny with {'a ring' if other == 'ring' else 'SGLang 1'}, and this one"
         assert said in process.log.read_text()
@@ -258,10 +223,8 @@ async def test_another_kind_of_engine_under_one_name_is_refused_unless_it_is_all
         await process.wait_ready()
 
 
-async def test_a_token_that_cannot_be_ends_its_request_alone(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path) as process:
+async def test_a_token_that_cannot_be_ends_its_request_alone(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start() as process:
         await process.wait_ready()
         wrong = msgspec.structs.replace(request("w"), prompt=[WRONG, 5])
         await dispatch(bus, wrong, request("a", seed=2))
@@ -279,9 +242,9 @@ async def test_a_token_that_cannot_be_ends_its_request_alone(
     ],
 )
 async def test_an_engine_that_does_not_start_is_told_in_a_sentence(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, script: dict[str, str], words: str
+    start: Start, script: dict[str, str], words: str
 ) -> None:
-    async with executor(bus, nats_settings, tmp_path, **script) as process:
+    async with start(**script) as process:
         assert await asyncio.wait_for(process.process.wait(), 60) == 1
         assert f"error: {words}" in process.log.read_text()
 
@@ -294,10 +257,8 @@ async def test_an_engine_that_does_not_start_is_told_in_a_sentence(
         (("--tp", "2"), "--tp is for the executor's own rings"),
     ],
 )
-async def test_settings_that_do_not_go_with_it_are_refused(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, options: tuple[str, ...], words: str
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, *options) as process:
+async def test_settings_that_do_not_go_with_it_are_refused(start: Start, options: tuple[str, ...], words: str) -> None:
+    async with start(*options) as process:
         assert await asyncio.wait_for(process.process.wait(), 60) == 1
         assert f"error: {words}" in process.log.read_text()
 
@@ -323,11 +284,11 @@ def write_adapter(directory: Path) -> None:
 
 
 async def test_an_adapter_is_read_fetched_and_told_to_the_engine(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:
     write_adapter(tmp_path / "adapter")
     cache = ("--model-cache", str(tmp_path / "cache"))
-    async with executor(bus, nats_settings, tmp_path, *cache, adapters=1) as process:
+    async with start(*cache, adapters=1) as process:
         await process.wait_ready()
         command = PullAdapter("polite", "tiny", str(tmp_path / "adapter"), ModelSpec("tiny", "/as/up/says"))
         reply = await bus.request(subjects.host_control("executor-test"), command, HostReply, timeout=60)

@@ -34,7 +34,6 @@ from shared.messages import (
     PullModel,
     RemoveModel,
     SamplingParams,
-    TokenFrame,
     UnloadModel,
 )
 from shared.messages.registry import StartTraining
@@ -143,13 +142,6 @@ async def host_with(
         assert not beat.groups
         assert beat.host.takes_models
         yield Host(bus, process)
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
 
 
 @pytest.mark.slow

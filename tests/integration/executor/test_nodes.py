@@ -17,12 +17,11 @@ from shared.config import CommonSettings
 from shared.messages import Heartbeat
 from shared.nats.bus import Bus
 from shared.process import VERSION
-from tests.integration.executor.test_executor import Reader, dispatch, expected, reader, request
+from tests.integration.executor.reader import Reader
+from tests.integration.executor.test_executor import dispatch, expected, request
 from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
-
-__all__ = ["reader"]
 
 
 class Hosts:
