@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
 from services.cli.cluster_models import ModelsSnapshot
 from services.cli.commands.models.local import models_app
@@ -34,6 +32,7 @@ from shared.messages.registry import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.integration.commands import Command
 
 HOST = "host-0"
 
@@ -113,31 +112,9 @@ async def cluster(bus: Bus) -> AsyncIterator[Cluster]:
         await task
 
 
-class Command:
-    def __init__(self, nats: CommonSettings) -> None:
-        address = nats.nats_url.removeprefix("nats://")
-        self._url = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@{address}"
-
-    async def run(self, *arguments: str, text: str | None = None) -> str:
-        """Its output. Raises what it ends with."""
-        waits = arguments[0] in ("add", "load", "unload", "remove", "apply", "pull")
-        limit = ("--timeout", "30") if waits and "--timeout" not in arguments else ()
-
-        def invoke() -> Result:
-            return CliRunner().invoke(models_app, [*arguments, *limit, "--nats-url", self._url], input=text)
-
-        result = await asyncio.to_thread(invoke)
-        if result.exception is not None:
-            raise result.exception
-        return result.stdout
-
-    async def json(self, *arguments: str) -> Any:
-        return json.loads(await self.run(*arguments, "--json"))
-
-
 @pytest.fixture
 def command(nats_settings: CommonSettings) -> Command:
-    return Command(nats_settings)
+    return Command(models_app, nats_settings, ("add", "load", "unload", "remove", "apply", "pull"))
 
 
 async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Cluster) -> None:

@@ -7,20 +7,13 @@ import pytest
 
 from services.executor.worker.stub import adapted, stub_token
 from shared.config import CommonSettings
-from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, SamplingParams, TokenFrame
+from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, SamplingParams
 from shared.nats import subjects
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
 from tests.adapters import register, store_adapter
 from tests.integration.executor.reader import Reader
 from tests.processes import ServiceProcess, service_process
-
-
-@pytest.fixture
-async def reader(bus: Bus) -> Reader:
-    found = Reader()
-    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
-    return found
 
 
 def request(name: str, digest: str, **fields: object) -> GenerationRequest:

@@ -25,7 +25,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.executor.test_executor import Reader, dispatch, request
 from tests.integration.executor.test_executor import executor as some_executor
-from tests.processes import ServiceProcess
+from tests.processes import ServiceProcess, nats_variables
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.supervisor.test_parts import TOKENIZER
 
@@ -53,13 +53,7 @@ async def command_line(settings: CommonSettings, directory: Path, *arguments: st
     """What `ryzanstein debug` prints."""
     command = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.cli", "debug", *arguments),
-        env={
-            **os.environ,
-            "RYZANSTEIN_DATA_DIR": str(directory),
-            "RYZANSTEIN_NATS_URL": settings.nats_url,
-            "RYZANSTEIN_NATS_USER": settings.nats_user,
-            "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
-        },
+        env={**os.environ, "RYZANSTEIN_DATA_DIR": str(directory), **nats_variables(settings)},
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await asyncio.wait_for(command.communicate(), 60)
