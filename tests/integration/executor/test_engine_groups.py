@@ -101,11 +101,18 @@ async def test_tokens_come_once_and_a_continuation_goes_on(
         assert await process.end() == 0
 
 
+async def replaced(process: ServiceProcess, bus: Bus) -> None:
+    """Has the engine lost while it computes `a`, and waits for a later one; nothing of the first is left."""
+    before = await process.wait_ready()
+    (engine,) = engines_of(process)
+    await dispatch(bus, request("a", max_tokens=100))
+    await process.wait_for(lambda beat: is_later(beat, before))
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
 async def test_an_engine_that_dies_is_started_again(start: Start, bus: Bus, reader: Reader) -> None:
     async with start(once="die") as process:
-        before = await process.wait_ready()
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
+        await replaced(process, bus)
         told = [token for entry in reader.entries for token in entry.tokens]
         assert told == expected(1, 0, len(told)), "what was told stays valid"
         await dispatch(bus, request("a", max_tokens=30, generated=told))
@@ -116,11 +123,7 @@ async def test_an_engine_that_dies_is_started_again(start: Start, bus: Bus, read
 async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_computed(start: Start, bus: Bus) -> None:
     """The engine itself goes on: it is ended."""
     async with start(once="fail") as process:
-        before = await process.wait_ready()
-        (engine,) = engines_of(process)
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        await replaced(process, bus)
         log = process.log.read_text()
         assert "Scripted to fail." in log
         assert '"cause": "crashed", "suspects": ["a"]' in log
@@ -128,11 +131,7 @@ async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_co
 
 async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(start: Start, bus: Bus, reader: Reader) -> None:
     async with start("--hung-after", "1", once="stop") as process:
-        before = await process.wait_ready()
-        (engine,) = engines_of(process)
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        await replaced(process, bus)
         log = process.log.read_text()
         assert '"cause": "external"' in log, "who stops a process is to blame, and not the requests"
         await dispatch(bus, request("b", max_tokens=30, seed=2))
@@ -142,9 +141,7 @@ async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(start: Sta
 async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens(start: Start, bus: Bus) -> None:
     options = ("--hung-after", "1", "--engine-step-timeout", "1")
     async with start(*options, once="mute") as process:
-        before = await process.wait_ready()
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
+        await replaced(process, bus)
         assert '"cause": "hung"' in process.log.read_text()
 
 
@@ -235,30 +232,19 @@ async def test_a_token_that_cannot_be_ends_its_request_alone(start: Start, bus: 
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("options", "script", "words"),
     [
-        ({"refuses": "vLLM did not start: no such device"}, "vLLM did not start: no such device; look into the log"),
-        ({"exits": "torch.OutOfMemoryError"}, "vLLM did not start: exit code 3, after: torch.OutOfMemoryError."),
+        ((), {"refuses": "vLLM did not start: no such device"}, "vLLM did not start: no such device; look into the"),
+        ((), {"exits": "torch.OutOfMemoryError"}, "vLLM did not start: exit code 3, after: torch.OutOfMemoryError."),
+        (("--engine-args", "--speculative-config {}"), {}, "--engine-args has --speculative-config, which cannot be"),
+        (("--engine-python", "/nowhere/python"), {}, "/nowhere/python cannot be started (No such file or directory)"),
+        (("--tp", "2"), {}, "--tp is for the executor's own rings"),
     ],
 )
-async def test_an_engine_that_does_not_start_is_told_in_a_sentence(
-    start: Start, script: dict[str, str], words: str
+async def test_an_engine_that_does_not_start_and_settings_that_do_not_go_with_it_are_told_in_a_sentence(
+    start: Start, options: tuple[str, ...], script: dict[str, str], words: str
 ) -> None:
-    async with start(**script) as process:
-        assert await asyncio.wait_for(process.process.wait(), 60) == 1
-        assert f"error: {words}" in process.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--engine-args", "--speculative-config {}"), "--engine-args has --speculative-config, which cannot be set"),
-        (("--engine-python", "/nowhere/python"), "/nowhere/python cannot be started (No such file or directory)"),
-        (("--tp", "2"), "--tp is for the executor's own rings"),
-    ],
-)
-async def test_settings_that_do_not_go_with_it_are_refused(start: Start, options: tuple[str, ...], words: str) -> None:
-    async with start(*options) as process:
+    async with start(*options, **script) as process:
         assert await asyncio.wait_for(process.process.wait(), 60) == 1
         assert f"error: {words}" in process.log.read_text()
 

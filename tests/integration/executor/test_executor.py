@@ -356,25 +356,28 @@ async def test_no_model_is_said_in_one_sentence(bus: Bus, nats_settings: CommonS
         assert not any("Traceback" in line for line in lines)
 
 
-async def test_a_name_that_another_model_has_is_refused(start: Start, bus: Bus) -> None:
-    cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
-    await cards.put("stub", ModelCard("stub", 100, 100, [], "another tokenizer", 0))
+@pytest.mark.parametrize(
+    ("tokenizer", "traits", "said"),
+    [
+        ("another", None, "serves another model under the name stub;"),
+        (
+            "",
+            GroupTraits(engine=EngineTraits("vllm", "vLLM 1")),
+            "computes stub with vLLM 1, and this one with a ring:",
+        ),
+    ],
+)
+async def test_a_name_that_another_model_or_engine_has_is_refused(
+    start: Start, bus: Bus, tokenizer: str, traits: GroupTraits | None, said: str
+) -> None:
+    if tokenizer:
+        cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
+        await cards.put("stub", ModelCard("stub", 100, 100, [], tokenizer, 0))
     groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-    await groups.put("other", GroupRecord("other", "stub", "ready", 1, [], GroupLoad()))
-    async with start() as process:
-        assert await asyncio.wait_for(process.process.wait(), 30) == 1
-        last = process.log.read_text().splitlines()[-1]
-        assert last.startswith("error: The group other serves another model under the name stub;")
-
-
-async def test_a_ring_beside_an_engine_of_that_name_is_refused(start: Start, bus: Bus) -> None:
-    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-    traits = GroupTraits(engine=EngineTraits("vllm", "vLLM 1"))
     await groups.put("other", GroupRecord("other", "stub", "ready", 1, [], GroupLoad(), traits=traits))
     async with start() as process:
         assert await asyncio.wait_for(process.process.wait(), 30) == 1
-        last = process.log.read_text().splitlines()[-1]
-        assert last.startswith("error: The group other computes stub with vLLM 1, and this one with a ring:")
+        assert process.log.read_text().splitlines()[-1].startswith(f"error: The group other {said}")
 
 
 @pytest.mark.slow

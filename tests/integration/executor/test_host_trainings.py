@@ -357,6 +357,13 @@ async def ends_of(host: Host) -> dict[str, float]:
     return {sample.labels["result"]: sample.value for sample in samples if sample.value}
 
 
+async def left_by(host: Host, helper: Host) -> TrainingJob:
+    """The job once neither has it any more."""
+    await host.until("job", "")
+    await helper.until("job", "")
+    return await host.job("job")
+
+
 async def stand_still(host: Host, helper: Host) -> None:
     """Begins a long job on both, whose first trainer is suspended after some steps; the other one waits for it."""
     long = msgspec.structs.replace(PARTED["hyperparameters"], epochs=500)
@@ -379,9 +386,7 @@ async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper
     await host.until("job", "yielding")
     assert [one.replica for one in (*host.trainings.report(), *helper.trainings.report())] == [0, 1]
     host.ask(0)
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert job.result is not None, job
     assert (job.attempt, job.crashes, job.result.step) == (1, 0, STEPS)
     assert (await ends_of(host), await ends_of(helper)) == ({"finished": 1}, {"left": 1})
@@ -392,9 +397,7 @@ async def test_where_a_replica_dies_the_attempt_ends_for_both(host: Host, helper
     await stand_still(host, helper)
     os.kill((host if dies == "first" else helper).trainer("job"), signal.SIGKILL)
     host.ask(0)
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.host, job.attempt, job.crashes) == ("", 1, 1)
     assert dies == "further" or "signal SIGKILL" in job.waiting_for
 
@@ -409,9 +412,7 @@ async def test_where_only_the_connection_breaks_the_first_one_writes_it(
         gone = one.trainings._trainings[tenant_key("t", "job")]
         gone._failure = TrainerFailed(Unavailable.code, "Another replica of the job is gone.")
         os.kill(one.trainer("job"), signal.SIGKILL)
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.host, job.crashes) == ("", 1)
     assert "Another replica of the job is gone." in job.waiting_for
 
@@ -420,9 +421,7 @@ async def test_where_only_the_connection_breaks_the_first_one_writes_it(
 async def test_a_further_replica_gives_its_part_back_without_a_fault(host: Host, helper: Host) -> None:
     await stand_still(host, helper)
     await helper.trainings.evict([tenant_key("t", "job")])
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.host, job.crashes) == ("", 0)
     assert job.waiting_for == "The executor i needs its memory for a model."
 
@@ -432,9 +431,7 @@ async def test_a_pause_of_two_is_that_of_the_first(host: Host, helper: Host) -> 
     await host.change("job", wanted="pause")
     for one in (helper, host):
         assert (await one.trainings.end(StopTraining("job", "t", 1))).ok
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.status, job.crashes) == ("paused", 0)
 
 
