@@ -12,9 +12,8 @@ from services.gateway.dialects.anthropic.dialect import ANTHROPIC
 from services.gateway.dialects.ollama.dialect import OLLAMA
 from services.gateway.dialects.registry import DIALECTS
 from shared.keys import NewKey
-from shared.messages import GenerationRequest, TokenEntry, TokenFrame
+from shared.messages import GenerationRequest
 from shared.nats.bus import Bus
-from shared.nats.subjects import tokens as tokens_of
 from tests.integration.gateway.api.test_metrics import samples
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.auth.test_limits import bearer, make
@@ -66,8 +65,7 @@ async def answer(ring: FakeRing, request: GenerationRequest) -> None:
         await say(ring, request)
         return
     vector = struct.pack("<2f", 0.6, 0.8) if request.embed else struct.pack("<f", 1.0)
-    entry = TokenEntry(request.generation_id, request.attempt, 0, [], "stop", vector=vector)
-    await ring.bus.publish(tokens_of(request.consumer), TokenFrame(ring.group, ring.epoch, 1, [entry]))
+    await ring.emit(request, 0, [], finish="stop", vector=vector)
 
 
 @pytest.fixture
@@ -132,8 +130,7 @@ async def test_a_lost_ring_is_made_good_and_counted_by_the_route(http: httpx.Asy
         await fake.emit(request, 0, [])
         begun.append(request.generation_id)
         if len(begun) == endpoint.prompts:
-            await fake.event("down")
-            fake.epoch += 1
+            await fake.lose()
 
     ring.behave = die_once
     for endpoint in GENERATING:

@@ -14,7 +14,7 @@ from services.gateway.intake.prompts.kv_cache import session_of
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, beginning, say, until
 from tests.integration.gateway.resuming import Paced
 from tests.integration.gateway.turns import no_room
 
@@ -128,10 +128,7 @@ async def test_cancel_ends_one_generation_alone(socket: Socket, ring: FakeRing) 
 
 
 async def test_wrong_messages_leave_the_connection_up(socket: Socket, ring: FakeRing) -> None:
-    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"H"))
-
-    ring.behave = wait
+    ring.behave = beginning(b"H")
     cases: list[tuple[str, str | None, str]] = [
         ("{", None, "invalid_json"),
         ("", None, "invalid_json"),
@@ -160,10 +157,7 @@ async def test_wrong_messages_leave_the_connection_up(socket: Socket, ring: Fake
 
 
 async def test_closing_cancels_everything(nats_settings: CommonSettings, ring: FakeRing) -> None:
-    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"H"))
-
-    ring.behave = wait
+    ring.behave = beginning(b"H")
     async with run_gateway(nats_settings, resume_grace=0.1) as gateway:
         async with connect(gateway.websocket_url) as connection:
             socket = Socket(connection)
@@ -174,10 +168,7 @@ async def test_closing_cancels_everything(nats_settings: CommonSettings, ring: F
 
 
 async def test_limits_of_one_connection(nats_settings: CommonSettings, ring: FakeRing) -> None:
-    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"H"))
-
-    ring.behave = wait
+    ring.behave = beginning(b"H")
     settings = {"max_generations_per_socket": 1, "body_limit": 2000}
     async with run_gateway(nats_settings, **settings) as gateway:
         async with connect(gateway.websocket_url) as connection:
@@ -213,10 +204,7 @@ async def test_a_wrong_handshake_is_answered_like_a_request(
 
 
 async def test_a_stopping_gateway_closes_the_connection(nats_settings: CommonSettings, ring: FakeRing) -> None:
-    async def wait(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"H"))
-
-    ring.behave = wait
+    ring.behave = beginning(b"H")
     async with run_gateway(nats_settings, drain_timeout=0.1) as gateway, connect(gateway.websocket_url) as connection:
         socket = Socket(connection)
         await socket.send(type="generate", id="a", request=CHAT)

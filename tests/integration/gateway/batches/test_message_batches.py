@@ -1,7 +1,6 @@
 """Anthropic's message batches, by its official client, over the batches that there are."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -12,18 +11,14 @@ from anthropic.types.messages import MessageBatch
 
 from shared.messages import GenerationRequest
 from tests.integration.gateway.batches.helpers import jsonl, ready, submit
-from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence
 
 BATCHES = "/v1/messages/batches"
 
 
-@pytest.fixture
-async def claude(gateway: RunningGateway, ring: FakeRing) -> AsyncIterator[anthropic.AsyncAnthropic]:
+@pytest.fixture(autouse=True)
+async def group(ring: FakeRing) -> None:
     await ready(ring)
-    url = gateway.url
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
-        yield made
 
 
 def request(custom_id: str, **changes: Any) -> Any:

@@ -17,7 +17,7 @@ from shared.messages.records import ConversationTurn
 from shared.nats.bus import Bus
 from shared.nats.tenants import Quota
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, saying, silence
 from tests.integration.gateway.responding import prompts, status, until_known
 
 
@@ -85,11 +85,7 @@ async def test_what_fails_or_is_cancelled_adds_nothing(client: openai.AsyncOpenA
     assert await texts(client, made.id) == []
     await client.responses.cancel(job.id)
     await status(client, job.id, "cancelled")
-
-    async def fail(ring: FakeRing, request: Any) -> None:
-        await ring.emit(request, 0, [], finish="error", error=("internal_error", "broken", False))
-
-    ring.behave = fail
+    ring.behave = failing("internal_error", "broken")
     with pytest.raises(openai.InternalServerError):
         await client.responses.create(model=MODEL, input="b", conversation=made.id)
     ring.behave = saying("Hello.")

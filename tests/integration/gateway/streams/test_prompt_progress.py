@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -232,12 +231,6 @@ async def test_openai_s_client_passes_over_it(gateway: RunningGateway, slow: Slo
 async def tell(ring: FakeRing, slow: Slow, computed: int) -> None:
     await until(lambda: ring.requests)
     slow.told.put_nowait(computed)
-
-
-@pytest.fixture
-async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings) as running:
-        yield running
 
 
 async def test_whoever_asks_for_it_reads_it_in_a_header_at_any_gateway(

@@ -4,18 +4,15 @@ import json
 import re
 from typing import Any
 
-import httpx
 import openai
 import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from services.gateway.intake.prompts.kv_cache import session_of
-from shared.config import CommonSettings
-from shared.messages import GenerationRequest
-from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
-from tests.integration.gateway.responding import RESPONSES, prompts, text_of
+from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, saying
+from tests.integration.gateway.responding import prompts, text_of
 
 
 async def test_a_response(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
@@ -42,35 +39,6 @@ async def test_a_response(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     assert ring.requests[0].sampling.temperature == 0.5
     assert ring.requests[0].session.startswith(session_of("", "key-"))
     assert await client.responses.retrieve(made.id) == made
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_vllms_fields_do_what_they_do_in_a_chat(
-    nats_settings: CommonSettings, ring: FakeRing, http: httpx.AsyncClient, stream: bool
-) -> None:
-    body = {
-        "model": MODEL,
-        "input": "Hi",
-        "stream": stream,
-        "priority": -3,
-        "cache_salt": "mine",
-        "request_id": "req-mine",
-        "length_penalty": 0.5,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    answer = await http.post(RESPONSES, json=body)
-    assert answer.status_code == 200, answer.text
-    (request,) = ring.requests
-    assert (request.priority, request.request_id) == (-3, "req-mine")
-    assert request.cache_salt.startswith("salt-")
-    assert answer.headers.get_list("x-request-id") == ["req-mine"]
-    assert answer.headers["x-ryzanstein-ignored-fields"] == "length_penalty, chat_template_kwargs.enable_thinking"
-    async with run_gateway(nats_settings, strict_fields=True) as strict, strict.http() as client:
-        refused = await client.post(RESPONSES, json=body)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "length_penalty")
-        del body["length_penalty"]
-        refused = await client.post(RESPONSES, json=body)
-        assert refused.json()["error"]["param"] == "chat_template_kwargs.enable_thinking"
 
 
 async def test_a_stream(client: openai.AsyncOpenAI) -> None:
@@ -126,11 +94,7 @@ async def test_log_probabilities(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_failure_is_an_event(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
-    async def fail(ring: FakeRing, request: GenerationRequest) -> None:
-        await ring.emit(request, 0, list(b"No"))
-        await ring.emit(request, 2, [], finish="error", error=("invalid_request", "It is too strange.", False))
-
-    ring.behave = fail
+    ring.behave = failing("invalid_request", "It is too strange.", behind=b"No")
     stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
     events = [event async for event in stream]
     last = events[-1]

@@ -15,10 +15,8 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.training import preparation
 from shared.config import CommonSettings
 from shared.errors import QueueFull, StorageFull
-from shared.messages import TokenizerBundle
 from shared.messages.training import Examples, TrainingData, TrainingJob
-from shared.nats import subjects
-from shared.nats.bus import Bus, encode
+from shared.nats.bus import Bus
 from shared.nats.objects import Objects
 from shared.nats.tenants import TenantBucket
 from shared.nats.training import training_jobs, training_objects
@@ -39,16 +37,10 @@ PAIR = {"input": {"messages": [USER]}, "preferred_output": [ANSWER]} | {
 PROMPT = "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
 
 
-async def put_tokenizer(bus: Bus) -> None:
-    store = Objects(bus, subjects.TOKENIZERS_STORE)
-    await store.open()
-    await store.put("tiny-files", encode(TokenizerBundle(tiny_files())))
-
-
 @pytest.fixture
-async def tiny(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> str:
+async def tiny(http: httpx.AsyncClient, ring: FakeRing) -> str:
     """A model with a byte-level tokenizer: 0 and 1 are <|start|> and <|end|>."""
-    await put_tokenizer(bus)
+    await ring.add_tokenizer("tiny-files", tiny_files())
     await ring.add_model(tiny_card())
     await until_listed(http, TINY)
     return TINY
@@ -218,9 +210,9 @@ async def test_a_file_may_have_so_many_examples_and_tokens(
 
 
 @pytest.fixture
-async def cold(hosts: FakeHosts, gateway: RunningGateway, bus: Bus) -> FakeHosts:
+async def cold(hosts: FakeHosts, gateway: RunningGateway, ring: FakeRing) -> FakeHosts:
     """With models that nobody has loaded."""
-    await put_tokenizer(bus)
+    await ring.add_tokenizer("tiny-files", tiny_files())
     for name in COLD:
         await hosts.register(name)
     await until(lambda: set(COLD) <= gateway.service.work.catalog.registry.specs.keys())
@@ -270,7 +262,7 @@ async def test_a_tokenizer_that_is_not_stored_yet_is_waited_for(
         return "is not stored in NATS yet" in (await record_of(bus, job.id)).waiting_for
 
     await until(told)
-    await put_tokenizer(bus)
+    await ring.add_tokenizer("tiny-files", tiny_files())
     assert (await checked(client, job)).status == "queued"
 
 
