@@ -1,5 +1,6 @@
 """The model cache of a machine on which a stack runs: what its registry names is not removed."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.commands import Command
+from tests.processes import nats_variables
 from tests.unit.shared.model_store.hub_server import HubServer, Repository, serving
 
 GGUF = "m-Q8_0.gguf"
@@ -120,10 +122,12 @@ async def test_a_pull_makes_room_for_itself(
 ) -> None:
     """Of a mirror, which changes the file: that ends it before what comes is converted, which takes long."""
     await register(bus)
-    monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE_BYTES", "4200000")
+    for name, value in {**nats_variables(nats_settings), "RYZANSTEIN_MODEL_CACHE_BYTES": "4200000"}.items():
+        monkeypatch.setenv(name, value)
     hub.repositories["org/next"] = Repository({}, branches={"v2": {GGUF: bytes(1_000_000)}})
     hub.faults.contents[GGUF] = [b"x" * 1_000_000] * 2
-    result = await Command(models_app, nats_settings).invoke("pull", "org/next:Q8_0", "--revision", "v2")
+    command = ["pull", "org/next:Q8_0", "--revision", "v2"]
+    result = await asyncio.to_thread(CliRunner().invoke, models_app, command)
     assert "is not what the hub lists" in str(result.exception), result.output
     assert models(cache) == {"org--named@v1", "org--held", "org--new"}
     assert hub.fetched == [GGUF, GGUF]
