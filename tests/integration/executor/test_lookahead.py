@@ -7,7 +7,6 @@ import pytest
 
 from shared.messages import Cancel, ControlReply, GenerationRequest, SamplingParams
 from shared.nats import subjects
-from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, make_served_model, request_of
 
 SAMPLINGS = [
@@ -44,7 +43,7 @@ async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.slow
-async def test_texts_are_those_without_lookahead(house: Rings, bus: Bus, tmp_path: Path) -> None:
+async def test_texts_are_those_without_lookahead(house: Rings, tmp_path: Path) -> None:
     model = make_served_model(tmp_path / "model")
     for group, setting in (("off", "off"), ("on", "on")):
         options = ("--lookahead", setting, "--kv-dtype", "int8", "--max-sequences", "6")

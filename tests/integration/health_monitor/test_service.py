@@ -164,7 +164,7 @@ async def test_hosts_are_written_and_forgotten_as_services_are(bus: Bus, nats_se
 
 @pytest.mark.slow
 async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
-    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+    nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
     async with monitor(nats_settings) as service:
         executor.start()
@@ -213,7 +213,7 @@ async def test_load_follows_without_a_change_of_state(
 
 
 async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
-    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+    nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
     async with monitor(nats_settings):
         executor.start()
@@ -225,7 +225,7 @@ async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
     assert seen.events == [("g", 1, "up"), ("g", 1, "down")]
 
 
-async def test_two_monitors_agree(bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
+async def test_two_monitors_agree(nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
     async with monitor(nats_settings) as first, monitor(nats_settings) as second:
         executor.start()
         await seen.until_state("g", "ready")

@@ -70,7 +70,7 @@ async def test_a_leaving_scheduler_hands_its_requests_back_at_once(
         await house.until_settled()
 
 
-async def test_each_dispatch_is_logged_with_its_request_id(house: House, bus: Bus, process: ServiceProcess) -> None:
+async def test_each_dispatch_is_logged_with_its_request_id(house: House, process: ServiceProcess) -> None:
     leader = await house.leader()
     await house.ask("a", request_id="from the client")
     await house.until(lambda: leader.ids == ["a"])

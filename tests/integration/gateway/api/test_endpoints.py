@@ -164,9 +164,7 @@ async def test_a_session_is_the_same_at_every_gateway(
 
 
 @pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute"])
-async def test_limits_are_told_in_each_apis_words(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus, limit: str
-) -> None:
+async def test_limits_are_told_in_each_apis_words(http: httpx.AsyncClient, bus: Bus, limit: str) -> None:
     for endpoint in GENERATING:
         large = await make(bus, tokens_per_minute=100_000)
         await until(lambda told=large: gateway_knows(http, told))
@@ -188,9 +186,7 @@ async def gateway_knows(http: httpx.AsyncClient, key: NewKey) -> bool:
     return stranger.status_code == 401 and (await http.get("/v1/models", headers=bearer(key))).status_code == 200
 
 
-async def test_what_generates_nothing_is_refused_and_counted_alike(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus
-) -> None:
+async def test_what_generates_nothing_is_refused_and_counted_alike(http: httpx.AsyncClient, bus: Bus) -> None:
     line = {"custom_id": "a", "params": {"model": MODEL, "messages": HELLO, "max_tokens": 8}}
     file = {"filename": "a.txt", "purpose": "user_data", "bytes": 1, "mime_type": "text/plain"}
     messages = {"model": MODEL, "messages": HELLO}

@@ -77,7 +77,7 @@ async def test_several_generations_at_once(socket: Socket, ring: FakeRing) -> No
     assert {request.session for request in ring.requests} == {session_of("", "s")}
 
 
-async def test_everything_is_streamed_whether_it_says_so_or_not(socket: Socket, ring: FakeRing) -> None:
+async def test_everything_is_streamed_whether_it_says_so_or_not(socket: Socket) -> None:
     request = CHAT | {"stream_options": {"include_usage": True}}
     await socket.send(type="generate", id="a", request=request)
     found = (await socket.until_end())["a"]
@@ -92,7 +92,7 @@ async def test_everything_is_streamed_whether_it_says_so_or_not(socket: Socket, 
         assert text_of((await socket.until_end())["b"]) == "Hello, world!"
 
 
-async def test_positions_name_what_has_been_sent(socket: Socket, ring: FakeRing) -> None:
+async def test_positions_name_what_has_been_sent(socket: Socket) -> None:
     await socket.send(type="generate", id="a", request=CHAT | {"stop": "world?"})
     text = ""
     for message in (await socket.until_end())["a"][:-1]:

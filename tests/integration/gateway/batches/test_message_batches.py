@@ -46,7 +46,7 @@ async def results_of(claude: anthropic.AsyncAnthropic, batch: str) -> dict[str, 
 
 
 async def test_a_batch_from_its_beginning_to_its_end(
-    claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI, ring: FakeRing, http: httpx.AsyncClient
+    claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI, ring: FakeRing
 ) -> None:
     async def behave(ring: FakeRing, request: GenerationRequest) -> None:
         if bytes(request.prompt).startswith(b"bad"):
@@ -136,9 +136,7 @@ async def test_what_is_wrong_is_told_before_the_batch_is_taken(
         assert (await http.get(f"{BATCHES}/{path}")).status_code == 404
 
 
-async def test_batches_are_listed_from_either_side(
-    claude: anthropic.AsyncAnthropic, http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_batches_are_listed_from_either_side(claude: anthropic.AsyncAnthropic, http: httpx.AsyncClient) -> None:
     headers = {"Idempotency-Key": "once"}
     body = {"requests": [request("a")]}
     first = (await http.post(BATCHES, json=body, headers=headers)).json()["id"]

@@ -91,9 +91,7 @@ async def test_the_beginning_is_checked(client: openai.AsyncOpenAI, http: httpx.
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "other")
 
 
-async def test_an_upload_that_is_not_completed_goes(
-    client: openai.AsyncOpenAI, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_upload_that_is_not_completed_goes(client: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
     upload = await begun(client)
     await client.uploads.parts.create(upload.id, data=b"x")
     files = gateway.service._backend.parts.files

@@ -174,7 +174,7 @@ async def test_a_body_that_does_not_come_to_an_end(nats_settings: CommonSettings
 
 
 async def test_a_request_that_nats_would_not_take(
-    http: httpx.AsyncClient, ring: FakeRing, monkeypatch: pytest.MonkeyPatch, gateway: RunningGateway
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, gateway: RunningGateway
 ) -> None:
     monkeypatch.setattr(gateway.service.bus.client, "_server_info", {"max_payload": 100}, raising=False)
     monkeypatch.setattr(gateway.service.bus.client, "_max_payload", 100)

@@ -56,7 +56,7 @@ async def test_inputs_become_vectors(client: openai.AsyncOpenAI, embedder: FakeR
 
 @pytest.mark.parametrize("path", [PATH, "/pooling"])
 async def test_vectors_come_as_bytes_with_their_places_in_a_header_or_without(
-    http: httpx.AsyncClient, embedder: FakeRing, monkeypatch: pytest.MonkeyPatch, path: str
+    http: httpx.AsyncClient, embedder: FakeRing, path: str
 ) -> None:
     body = {"model": MODEL, "input": ["abc", "d"], "embed_dtype": "float32", "endianness": "native"}
     answer = await http.post(path, json=body | {"encoding_format": "bytes"})

@@ -49,7 +49,7 @@ async def test_what_an_answer_was_is_listed_again(client: openai.AsyncOpenAI) ->
     assert response.reasoning.model_dump()["context"] == "all_turns"
 
 
-async def test_deltas_are_padded_where_that_is_asked(http: httpx.AsyncClient, ring: FakeRing) -> None:
+async def test_deltas_are_padded_where_that_is_asked(http: httpx.AsyncClient) -> None:
     body = {"model": MODEL, "input": "Hi", "stream": True}
     asked = await http.post(RESPONSES, json=body | {"stream_options": {"include_obfuscation": True}})
     plain = await http.post(RESPONSES, json=body)

@@ -169,7 +169,7 @@ async def test_a_parser_that_the_operator_has_chosen(
         await client.chat.completions.create(model="none", messages=[USER], tools=TOOLS)
 
 
-async def test_a_schema_that_cannot_be_held_is_named(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+async def test_a_schema_that_cannot_be_held_is_named(client: openai.AsyncOpenAI) -> None:
     wrong: Any = {
         "type": "function",
         "function": {

@@ -277,9 +277,7 @@ async def test_a_gateway_that_begins_anew_under_its_name(
 
 
 @pytest.mark.slow
-async def test_a_gateway_that_was_only_asleep_yields(
-    doomed: Lost, gateway: RunningGateway, ring: FakeRing, bus: Bus
-) -> None:
+async def test_a_gateway_that_was_only_asleep_yields(doomed: Lost, gateway: RunningGateway, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT, 12)
     events: list[Event] = []
     reader = asyncio.create_task(read_until_killed(doomed.http, body(), events, CHAT))

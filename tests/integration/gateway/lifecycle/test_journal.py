@@ -145,7 +145,7 @@ async def test_a_message_lost_on_the_way_makes_the_reading_fail(bus: Bus, monkey
     assert await steps_of(reader, begin) == [0, 1, 2]
 
 
-async def test_a_failed_reading_is_tried_again_before_anybody_is_told(bus: Bus, gateway: RunningGateway) -> None:
+async def test_a_failed_reading_is_tried_again_before_anybody_is_told(gateway: RunningGateway) -> None:
     generations = gateway.service.work.generations
     consumer: TokenConsumer = generations.tokens
     failures = [TimeoutError(), TimeoutError()]
@@ -219,7 +219,7 @@ async def test_a_gateway_whose_clock_is_ahead_is_followed_from_the_first_token(
 
 
 @pytest.mark.usefixtures("ahead")
-async def test_a_gateway_whose_clock_is_ahead_fills_its_own_gaps(gateway: RunningGateway, ring: FakeRing) -> None:
+async def test_a_gateway_whose_clock_is_ahead_fills_its_own_gaps(gateway: RunningGateway) -> None:
     generations = gateway.service.work.generations
     generations.tokens._on_frame = lambda frame: None  # nothing comes live
     async with gateway.http() as http:

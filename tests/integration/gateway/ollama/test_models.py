@@ -16,8 +16,6 @@ from shared.config import CommonSettings
 from shared.errors import Unavailable
 from shared.messages import HostCommand, HostModel, HostReply, ModelSettings, PullModel
 from shared.messages.registry import PullAdapter
-from shared.nats import subjects
-from shared.nats.bus import Bus
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
@@ -87,7 +85,7 @@ async def test_models_are_listed_and_shown(
 
 
 async def test_how_long_a_model_stays(
-    gateway: RunningGateway, client: ollama.AsyncClient, http: httpx.AsyncClient, hosts: FakeHosts, ring: FakeRing
+    gateway: RunningGateway, client: ollama.AsyncClient, hosts: FakeHosts, ring: FakeRing
 ) -> None:
     await ready(gateway, ring, hosts)
     specs = gateway.service.work.catalog.registry.specs
@@ -192,11 +190,9 @@ class Host:
 
 
 @pytest.fixture
-async def host(bus: Bus, hosts: FakeHosts, gateway: RunningGateway) -> Host:
-    await hosts.say()
+async def host(hosts: FakeHosts, gateway: RunningGateway) -> Host:
     made = Host(hosts)
-    await bus.subscribe(subjects.host_control("host-1"), HostCommand, made.on_command)  # type: ignore[arg-type]
-    await bus.flush()
+    await hosts.obey(made.on_command)
     await until(lambda: "host-1" in gateway.service.work.catalog.registry.hosts)
     return made
 

@@ -107,9 +107,7 @@ async def going(lost: str, records: list[GenerationRecord]) -> list[GenerationRe
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_an_heir_keeps_what_had_ended(
-    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, late: bool
-) -> None:
+async def test_an_heir_keeps_what_had_ended(gateway: RunningGateway, nats_settings: CommonSettings, late: bool) -> None:
     """Its gateway was lost between the response's end and the store. `late`: the end comes into the journal when the
     heir has read there what goes on."""
     async with run_gateway(nats_settings) as lost:

@@ -276,9 +276,7 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient) -> None:
         assert said in body["error"]["message"]
 
 
-async def test_what_changes_nothing_is_named(
-    nats_settings: CommonSettings, ring: FakeRing, http: httpx.AsyncClient
-) -> None:
+async def test_what_changes_nothing_is_named(nats_settings: CommonSettings, http: httpx.AsyncClient) -> None:
     body = BODY | {
         "thinking": {"type": "adaptive", "display": "omitted"},
         "output_config": {"effort": "low"},

@@ -152,9 +152,7 @@ async def test_each_api_s_own_events_tell_it_where_a_header_asks_them_to(
 
 
 @pytest.mark.parametrize("path", OF_OLLAMA)
-async def test_ollama_s_lines_are_its_own_unless_asked(
-    gateway: RunningGateway, ring: FakeRing, slow: Slow, path: str
-) -> None:
+async def test_ollama_s_lines_are_its_own_unless_asked(gateway: RunningGateway, slow: Slow, path: str) -> None:
     body = {"model": MODEL} | OF_OLLAMA[path]
     for told in (2, 3, 0):
         slow.told.put_nowait(told)
@@ -189,7 +187,7 @@ async def test_official_clients_pass_over_what_is_not_their_api_s(gateway: Runni
 
 
 async def test_the_websocket_of_responses_tells_it_where_its_handshake_asks(
-    gateway: RunningGateway, ring: FakeRing, slow: Slow
+    gateway: RunningGateway, slow: Slow
 ) -> None:
     address = gateway.websocket_url.replace("/v1/stream", "/v1/responses")
     for headers, found in ((ASKED, [{"processed": 2, "stream_id": "a"}]), ({}, [])):

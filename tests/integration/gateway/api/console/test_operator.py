@@ -9,8 +9,6 @@ import pytest
 from shared.keys import KeyLimits, NewKey
 from shared.messages import HostCommand, HostModel, HostReply
 from shared.messages.registry import AdapterRecord, PullAdapter, PullModel
-from shared.nats import subjects
-from shared.nats.bus import Bus
 from tests.e2e.browser import Browser, Tab
 from tests.integration.gateway.api.console.conftest import console
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
@@ -40,11 +38,9 @@ class Host:
 
 
 @pytest.fixture
-async def host(bus: Bus, hosts: FakeHosts) -> Host:
-    await hosts.say()
+async def host(hosts: FakeHosts) -> Host:
     made = Host()
-    await bus.subscribe(subjects.host_control("host-1"), HostCommand, made.on_command)  # type: ignore[arg-type]
-    await bus.flush()
+    await hosts.obey(made.on_command)
     return made
 
 

@@ -215,7 +215,7 @@ async def test_a_request_that_never_ends_is_given_up(nats_settings: CommonSettin
 
 
 async def test_a_fault_of_ours_shows_nothing_of_our_insides(
-    client: Client, gateway: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+    client: Client, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret")

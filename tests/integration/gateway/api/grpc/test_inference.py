@@ -125,7 +125,7 @@ async def test_several_calls_at_once_on_one_connection(client: Client, ring: Fak
         assert text_of([event async for event in call]) == "a" * 500
 
 
-async def test_variables_of_the_chat_template(client: Client, ring: FakeRing) -> None:
+async def test_variables_of_the_chat_template(client: Client) -> None:
     for name, value in (("chat_template_kwargs_json", "[1]"), ("chat_template_kwargs_json", "{")):
         wrong = pb.ChatRequest(model=MODEL, messages=QUESTION.messages, **{name: value})
         error = await failure(client.Chat(wrong))
