@@ -96,8 +96,7 @@ async def test_a_model_that_nobody_serves_does_not_keep_others_out(
     leader, dead = await house.leader(), await house.leader("dead", state="gone")
     await dead.record("gone", "dead")
     async with house.scheduler(held_requests=8) as service:
-        for index in range(20):
-            await house.ask(str(index), lane="batch", model="dead")
+        await house.ask_all(20, lane="batch", model="dead")
         await house.ask("a", lane="batch")
         await house.until(lambda: leader.ids == ["a"])
         assert service._metrics.deferred._value.get() >= 16
@@ -113,8 +112,7 @@ async def test_a_model_that_nobody_serves_does_not_keep_others_out(
 async def test_held_messages_are_touched_in_time_but_not_all_at_once(house: House, age: float, touched: int) -> None:
     """`ack_wait` is 60: due after 30 s, spread over 15 s, not ours after 60 s."""
     async with house.scheduler(ack_wait=60) as service:
-        for index in range(20):
-            await house.ask(str(index))
+        await house.ask_all(20)
         await house.until_lanes(service._metrics.received, {"interactive": 20})
         now = asyncio.get_running_loop().time()
         held = list(service._intake._held.values())

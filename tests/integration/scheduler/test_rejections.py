@@ -82,8 +82,7 @@ def fail_first(patch: pytest.MonkeyPatch, owner: Any, beginning: str, *errors: E
 async def test_what_the_broker_does_not_take_is_tried_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house.scheduler() as service:
         left = fail_first(monkeypatch, service.bus, "tokens.", *[BrokerUnavailable("Its buffer is full.")] * 3)
-        for index in range(4):
-            await house.ask(str(index), deadline=1.0)
+        await house.ask_all(4, deadline=1.0)
         await house.until(lambda: len(house.entries) == 4)
         await house.until_settled()
         assert not left
