@@ -100,6 +100,21 @@ async def _executed(
         )
 
 
+def nats_variables(settings: CommonSettings) -> dict[str, str]:
+    """Variables that say where NATS is."""
+    return {
+        "RYZANSTEIN_NATS_URL": settings.nats_url,
+        "RYZANSTEIN_NATS_USER": settings.nats_user,
+        "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+    }
+
+
+def nats_address(settings: CommonSettings) -> str:
+    """The same in one URL."""
+    user, password = settings.nats_user, settings.nats_password.get_secret_value()
+    return settings.nats_url.replace("nats://", f"nats://{user}:{password}@")
+
+
 @contextlib.asynccontextmanager
 async def service_process(
     bus: Bus,
@@ -124,9 +139,7 @@ async def service_process(
         "RYZANSTEIN_DRAIN_GRACE": "0",
         **(variables or {}),
         "RYZANSTEIN_DUMP_DIRECTORY": str(directory / "dumps"),
-        "RYZANSTEIN_NATS_URL": settings.nats_url,
-        "RYZANSTEIN_NATS_USER": settings.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+        **nats_variables(settings),
         "RYZANSTEIN_INSTANCE": instance,
         "RYZANSTEIN_BEAT_INTERVAL": str(settings.beat_interval),
     }

@@ -1,8 +1,11 @@
 """The real model, and stacks that several tests share."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from services.cli.target import LocalSettings
@@ -29,3 +32,27 @@ def one_ring_of_two(tmp_path_factory: pytest.TempPathFactory, model_directory: P
     """One group of two ranks, fp32."""
     with Stack(tmp_path_factory.mktemp("ring-of-two"), "--tp", "2", "--dtype", "fp32") as stack:
         yield stack
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Stack], openai.OpenAI]]:
+    """Makes official clients of a stack, and closes them."""
+    with contextlib.ExitStack() as clients:
+
+        def make(stack: Stack) -> openai.OpenAI:
+            http = clients.enter_context(httpx.Client(trust_env=False, timeout=120))
+            return openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, http_client=http)
+
+        yield make
+
+
+@pytest.fixture
+def client(connect: Callable[[Stack], openai.OpenAI], two_groups: Stack) -> openai.OpenAI:
+    return connect(two_groups)
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    """Of the `stack` of the test's file."""
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as client:
+        yield client

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from benchmarks.engine.in_process import ring_in, steps_of
 from services.executor.core.sampling_state import SamplingState
@@ -121,12 +121,6 @@ def by_engine(asked: Asked, **settings: str) -> Texts:
             for entry in step.entries:
                 said[entry.generation_id] += entry.tokens
     return asked.texts(list(said.values()))
-
-
-def load_float32(directory: Path) -> Any:
-    """The model as transformers computes it, its weights in float32."""
-    file = {"gguf_file": "model.gguf"} if (directory / "model.gguf").exists() else {}
-    return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32, **file).eval()
 
 
 @torch.inference_mode()

@@ -27,9 +27,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def test_the_model_of_the_last_start_is_not_listed(stack: Stack) -> None:
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny-base"]
+def test_the_model_of_the_last_start_is_not_listed(http: httpx.Client) -> None:
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny-base"]
 
 
 def test_it_is_proven_with_a_text(stack: Stack) -> None:
@@ -37,19 +36,16 @@ def test_it_is_proven_with_a_text(stack: Stack) -> None:
     assert "> A distributed system is" in stack.output
 
 
-def test_a_chat_is_refused_with_what_to_do_instead(stack: Stack) -> None:
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        model = http.get("/v1/models").json()["data"][0]["id"]
-        answer = http.post(
-            "/v1/chat/completions", json={"model": model, "messages": [{"role": "user", "content": "Hi"}]}
-        )
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["param"]) == (400, "no_chat_template", "messages")
-        assert "/v1/completions" in error["message"]
-        assert "chat_template.jinja" in error["message"]
-        body = {"model": model, "prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 0}
-        scores = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["token_logprobs"]
-        assert [score is None for score in scores] == [True, False, False]
+def test_a_chat_is_refused_with_what_to_do_instead(http: httpx.Client) -> None:
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    answer = http.post("/v1/chat/completions", json={"model": model, "messages": [{"role": "user", "content": "Hi"}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "no_chat_template", "messages")
+    assert "/v1/completions" in error["message"]
+    assert "chat_template.jinja" in error["message"]
+    body = {"model": model, "prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 0}
+    scores = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert [score is None for score in scores] == [True, False, False]
 
 
 def test_the_command_goes_on_with_a_text(stack: Stack) -> None:

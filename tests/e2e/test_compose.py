@@ -4,8 +4,7 @@ Where no engine answers, the summary says so. Images are built where they are mi
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.compose_stack import ComposeStack, why_no_engine
+from tests.monitoring.prometheus import until
 
 MISSING = why_no_engine()
 pytestmark = [
@@ -74,13 +74,6 @@ class Stream:
         assert [reason for reason in reasons if reason] == ["length"]
 
 
-def until(condition: Callable[[], object], seconds: float = 90) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, "it has not come true in time"
-        time.sleep(0.2)
-
-
 def targets(url: str) -> dict[str, list[str]]:
     """Health of what Prometheus reads, by job."""
     found: dict[str, list[str]] = {}
@@ -99,7 +92,7 @@ def test_a_service_that_crashes_comes_back(tmp_path: Path, model_directory: Path
             assert has_torch == str(service == "executor")
             stack.crash(service)
         for service in SERVICES:
-            until(lambda service=service: stack.state(service) == (1, "healthy"))
+            until(lambda service=service: stack.state(service) == (1, "healthy"), 90)
         ask(stack.url("gateway", 8000))
 
 
@@ -117,5 +110,5 @@ def test_two_of_each_go_on_when_one_is_killed(tmp_path: Path, model_directory: P
         stack.up()
         stack.up("prometheus")
         wanted = {f"ryzanstein-{service}": ["up", "up"] for service in SERVICES} | {"prometheus": ["up"]}
-        until(lambda: targets(stack.url("prometheus", 9090)) == wanted)
+        until(lambda: targets(stack.url("prometheus", 9090)) == wanted, 90)
         ask(url)

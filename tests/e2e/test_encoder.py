@@ -42,32 +42,30 @@ def test_up_names_the_same_path_without_a_smoke_test(directory: Path, tmp_path: 
         assert "/v1/embeddings -H" in stack.output
 
 
-def test_vectors_over_http(stack: Stack, directory: Path) -> None:
+def test_vectors_over_http(http: httpx.Client, directory: Path) -> None:
     import torch
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(str(directory)).eval()
     prompts = [[5, 6, 7], [9] * 40, [200]]
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        answer = http.post("/v1/embeddings", json={"model": "tiny-encoder", "input": prompts})
-        assert answer.status_code == 200, answer.text
-        for prompt, item in zip(prompts, answer.json()["data"], strict=True):
-            with torch.inference_mode():
-                mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
-            assert item["embedding"] == pytest.approx((mean / mean.norm()).tolist(), abs=1e-4)
-        chat = {"model": "tiny-encoder", "messages": [{"role": "user", "content": "Hi"}]}
-        refused = http.post("/v1/chat/completions", json=chat)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
-        long = {"model": "tiny-encoder", "input": "x" * 100}
-        assert http.post("/v1/embeddings", json=long).json()["error"]["code"] == "context_length_exceeded"
-        cut = http.post("/v1/embeddings", json=long | {"truncate_prompt_tokens": -1})
-        assert cut.json()["usage"]["prompt_tokens"] == 70
+    answer = http.post("/v1/embeddings", json={"model": "tiny-encoder", "input": prompts})
+    assert answer.status_code == 200, answer.text
+    for prompt, item in zip(prompts, answer.json()["data"], strict=True):
+        with torch.inference_mode():
+            mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
+        assert item["embedding"] == pytest.approx((mean / mean.norm()).tolist(), abs=1e-4)
+    chat = {"model": "tiny-encoder", "messages": [{"role": "user", "content": "Hi"}]}
+    refused = http.post("/v1/chat/completions", json=chat)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
+    long = {"model": "tiny-encoder", "input": "x" * 100}
+    assert http.post("/v1/embeddings", json=long).json()["error"]["code"] == "context_length_exceeded"
+    cut = http.post("/v1/embeddings", json=long | {"truncate_prompt_tokens": -1})
+    assert cut.json()["usage"]["prompt_tokens"] == 70
 
 
-def test_an_adapter_is_refused(stack: Stack, directory: Path) -> None:
+def test_an_adapter_is_refused(http: httpx.Client, directory: Path) -> None:
     make_adapter(directory.parent / "adapter", 1)
     body = {"lora_name": "a", "lora_path": str(directory.parent / "adapter"), "model": "tiny-encoder"}
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        refused = http.post("/v1/load_lora_adapter", json=body)
+    refused = http.post("/v1/load_lora_adapter", json=body)
     assert refused.status_code == 400, refused.text
     assert "Encoders take no LoRA adapters; merge" in refused.json()["error"]["message"]

@@ -12,7 +12,8 @@ import pytest
 from services.executor.model.tokenizer_files import read_json
 from shared.messages import SamplingParams
 from shared.model_store.catalog import DEFAULT_MODEL
-from tests.e2e.everyday_questions import Asked, by_engine, by_transformers, load_float32, read_questions
+from tests.e2e.everyday_questions import Asked, by_engine, by_transformers, read_questions
+from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,7 +31,7 @@ def test_of_forty_questions_at_most_one_is_answered_worse_than_in_float32(model_
     own = SamplingParams(temperature=said["temperature"], top_p=said["top_p"])
     asked = Asked(model_directory, read_questions(), own)
     assert len(asked.questions) == 40
-    exact = by_transformers(asked, load_float32(model_directory)).right(asked.questions)
+    exact = by_transformers(asked, load_reference(model_directory)).right(asked.questions)
     assert sum(exact.greedy) > 35, "they are questions that the model can answer"
     greedy, sampled = by_engine(asked).right(asked.questions).behind(exact)
     assert greedy <= 1

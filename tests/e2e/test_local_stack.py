@@ -93,7 +93,6 @@ def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None
         while len(seen) < 3:
             seen.add(answered())
         note = read_run_file(tmp_path)
-        assert note is not None
         killed = next(one for one in note.started if one.instance == "gateway-1")
         os.kill(killed.pid, signal.SIGKILL)
         stack.read_until("gateway-1 ended (The gateway was killed by SIGKILL")

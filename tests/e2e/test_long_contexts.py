@@ -58,11 +58,10 @@ def prompt() -> list[int]:
     return [*noise[:200], *PASSAGE, *noise[200:], FIRST]
 
 
-def ask(stack: Stack, **fields: Any) -> tuple[list[int], dict[str, Any]]:
+def ask(http: httpx.Client, **fields: Any) -> tuple[list[int], dict[str, Any]]:
     """The answer's tokens, and its usage."""
     body = {"model": "reader", "prompt": prompt(), "max_tokens": len(REST), "temperature": 0}
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        answer = http.post("/v1/completions", json=body | {"return_token_ids": True} | fields)
+    answer = http.post("/v1/completions", json=body | {"return_token_ids": True} | fields)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found["choices"][0]["token_ids"], found["usage"]
@@ -76,20 +75,19 @@ def sparse_tokens(usage: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.nightly
-def test_the_models_entry_and_the_request_say_what_is_read(stack: Stack) -> None:
-    tokens, usage = ask(stack)
+def test_the_models_entry_and_the_request_say_what_is_read(http: httpx.Client) -> None:
+    tokens, usage = ask(http)
     assert tokens == REST, "the entry chooses pages, and these have the passage"
     assert sparse_tokens(usage) == (len(prompt()) - 128, len(REST))
-    tokens, usage = ask(stack, sparse_attention=False)
+    tokens, usage = ask(http, sparse_attention=False)
     assert (tokens, sparse_tokens(usage)) == (REST, (0, 0))
-    tokens, usage = ask(stack, sparse_attention={"kind": "window"})
+    tokens, usage = ask(http, sparse_attention={"kind": "window"})
     assert not set(tokens) & set(REST), "a window of 64 tokens has none of it"
     assert sparse_tokens(usage)[1] == len(REST)
-    tokens, usage = ask(stack, sparse_attention={"kind": "window", "recent": 450, "threshold": 500})
+    tokens, usage = ask(http, sparse_attention={"kind": "window", "recent": 450, "threshold": 500})
     assert tokens == REST, "this one is wide enough"
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        body = {"model": "reader", "prompt": "w1", "sparse_attention": {"budget": 3}}
-        refused = http.post("/v1/completions", json=body)
+    body = {"model": "reader", "prompt": "w1", "sparse_attention": {"budget": 3}}
+    refused = http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert "below one page of 16 tokens" in refused.json()["error"]["message"]
 
@@ -150,9 +148,9 @@ def test_a_prompt_of_128k_tokens_beside_a_stream(stack: Stack) -> None:
     assert (chunks[-1]["usage"]["prompt_tokens"], chunks[-1]["usage"]["completion_tokens"]) == (len(prompt), 8)
 
 
-def test_a_prompt_longer_than_positions_allow_is_refused_with_both_numbers(stack: Stack) -> None:
+def test_a_prompt_longer_than_positions_allow_is_refused_with_both_numbers(http: httpx.Client) -> None:
     body = {"model": "endless", "prompt": [1] * (POSITIONS + 1), "max_tokens": 1}
-    refused = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=60)
+    refused = http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert error["code"] == "context_length_exceeded"

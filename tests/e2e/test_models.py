@@ -47,8 +47,7 @@ def states(stack: Stack) -> dict[str, str]:
 
 def ask(stack: Stack, model: str) -> dict[str, Any]:
     body = {"model": model, "prompt": "Hi", "max_tokens": 4}
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        answer = http.post("/v1/completions", json=body)
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=60)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -93,17 +92,16 @@ def test_models_come_and_go_while_the_stack_runs(stack: Stack, tmp_path: Path) -
     assert unknown.stderr == "error: There is no model 'idel' in the registry; idle may be meant.\n"
 
 
-def test_a_request_has_its_model_loaded_and_waits(stack: Stack) -> None:
+def test_a_request_has_its_model_loaded_and_waits(stack: Stack, http: httpx.Client) -> None:
     """One that was unloaded goes into the queue; one that never was loaded is held by the gateway."""
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        entry = {"source": "org/fresh", "aliases": ["gpt-fresh"]}
-        assert http.put("/v1/registry/models/fresh", json=entry).status_code == 200
-        assert ask(stack, "gpt-fresh")["model"] == "fresh"
-        assert http.get("/v1/models/fresh").json()["status"]["value"] == "loaded"
-        assert http.post("/models/unload", json={"model": "fresh"}).json() == {"success": True}
-        assert "fresh is unloaded" in models(stack, "unload", "fresh", "--timeout", "60")
-        assert ask(stack, "gpt-fresh")["model"] == "fresh"
-        assert http.delete("/v1/models/fresh").json()["deleted"]
+    entry = {"source": "org/fresh", "aliases": ["gpt-fresh"]}
+    assert http.put("/v1/registry/models/fresh", json=entry).status_code == 200
+    assert ask(stack, "gpt-fresh")["model"] == "fresh"
+    assert http.get("/v1/models/fresh").json()["status"]["value"] == "loaded"
+    assert http.post("/models/unload", json={"model": "fresh"}).json() == {"success": True}
+    assert "fresh is unloaded" in models(stack, "unload", "fresh", "--timeout", "60")
+    assert ask(stack, "gpt-fresh")["model"] == "fresh"
+    assert http.delete("/v1/models/fresh").json()["deleted"]
     assert "fresh" not in states(stack)
 
 
@@ -113,8 +111,9 @@ def test_the_next_start_keeps_what_was_added_and_no_more(tmp_path: Path) -> None
         assert states(first) == {"declared": "loaded", "idle": "unloaded", "mine": "unloaded", "stub": "loaded"}
     with Stack(tmp_path / "data", "--engine", "stub") as stack:
         assert states(stack) == {"mine": "unloaded", "stub": "loaded"}
-        with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-            listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
+        listed = {
+            model["id"] for model in httpx.get(f"{stack.url}/v1/models", trust_env=False, timeout=60).json()["data"]
+        }
         assert listed == {"mine", "stub"}, "adapters of the last start are gone with their bases"
 
 

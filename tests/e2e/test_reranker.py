@@ -43,7 +43,7 @@ def stack(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
-def test_scores_over_http(stack: Stack, directory: Path) -> None:
+def test_scores_over_http(http: httpx.Client, directory: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -56,15 +56,14 @@ def test_scores_over_http(stack: Stack, directory: Path) -> None:
         with torch.inference_mode():
             logits = model(torch.tensor([pair.ids]), token_type_ids=torch.tensor([pair.type_ids])).logits
         expected.append(logits[0, 0].item())
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
-        body = {"model": "tiny-reranker", "query": QUERY, "documents": DOCUMENTS}
-        ranked = http.post("/v1/rerank", json=body | {"use_activation": False})
-        assert ranked.status_code == 200, ranked.text
-        shown = {one["index"]: one["relevance_score"] for one in ranked.json()["results"]}
-        assert [shown[index] for index in range(3)] == pytest.approx(expected, abs=1e-4)
-        scores = http.post("/v1/score", json={"model": "tiny-reranker", "text_1": QUERY, "text_2": DOCUMENTS}).json()
-        likely = torch.sigmoid(torch.tensor(expected)).tolist()
-        assert [one["score"] for one in scores["data"]] == pytest.approx(likely, abs=1e-4)
+    body = {"model": "tiny-reranker", "query": QUERY, "documents": DOCUMENTS}
+    ranked = http.post("/v1/rerank", json=body | {"use_activation": False})
+    assert ranked.status_code == 200, ranked.text
+    shown = {one["index"]: one["relevance_score"] for one in ranked.json()["results"]}
+    assert [shown[index] for index in range(3)] == pytest.approx(expected, abs=1e-4)
+    scores = http.post("/v1/score", json={"model": "tiny-reranker", "text_1": QUERY, "text_2": DOCUMENTS}).json()
+    likely = torch.sigmoid(torch.tensor(expected)).tolist()
+    assert [one["score"] for one in scores["data"]] == pytest.approx(likely, abs=1e-4)
 
 
 @pytest.mark.nightly

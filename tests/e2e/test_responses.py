@@ -9,32 +9,26 @@ import pydantic
 import pytest
 
 from shared.model_store.catalog import DEFAULT_MODEL
-from tests.e2e.stack import Stack
-from tests.e2e.test_real_model import Connect, answer, connect
+from tests.e2e.test_real_model import answer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-__all__ = ["connect"]
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 STORY = "Write a long story about a lighthouse."
 
 
-def test_a_response_says_what_a_chat_completion_says(connect: Connect, two_groups: Stack) -> None:
-    client = connect(two_groups)
+def test_a_response_says_what_a_chat_completion_says(client: openai.OpenAI) -> None:
     made = client.responses.create(model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32)
     assert made.output_text == answer(client, QUESTION)
     with client.responses.stream(model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32) as stream:
         final = stream.until_done().get_final_response()
     assert final.output_text == made.output_text
     assert "Paris" in made.output_text
-    assert made.usage is not None
     counted = client.responses.input_tokens.count(model=DEFAULT_MODEL, input=QUESTION)
     assert counted.input_tokens == made.usage.input_tokens
 
 
-def test_a_conversation_is_the_one_that_a_client_would_send(connect: Connect, two_groups: Stack) -> None:
-    client = connect(two_groups)
+def test_a_conversation_is_the_one_that_a_client_would_send(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_output_tokens": 24}
     first = client.responses.create(input=QUESTION, **options)
     second = client.responses.create(input="And of Italy?", previous_response_id=first.id, **options)
@@ -49,25 +43,20 @@ def test_a_conversation_is_the_one_that_a_client_would_send(connect: Connect, tw
         max_tokens=24,
     )
     assert second.output_text == reply.choices[0].message.content
-    assert second.usage is not None
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_a_prompt_is_computed_before_it_is_asked(connect: Connect, two_groups: Stack) -> None:
-    client = connect(two_groups)
+def test_a_prompt_is_computed_before_it_is_asked(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_output_tokens": 16}
     question = "Name the seven days of the week, " * 8
     cold = client.responses.create(input=question, prompt_cache_options={"prewarm": True}, **options)
     warm = client.responses.create(input=question, **options)
-    assert cold.usage is not None
-    assert warm.usage is not None
     assert cold.output == []
     assert cold.usage.input_tokens_details.cached_tokens < warm.usage.input_tokens_details.cached_tokens
     assert warm.output_text
 
 
-def test_a_sessions_next_turn_is_computed_ahead(connect: Connect, two_groups: Stack) -> None:
-    client = connect(two_groups)
+def test_a_sessions_next_turn_is_computed_ahead(client: openai.OpenAI) -> None:
     talk: Any = [
         {"role": "user", "content": "Name the months of the year, " * 8},
         {"role": "assistant", "content": "January, February, March and so on. " * 8},
@@ -84,16 +73,13 @@ def test_a_sessions_next_turn_is_computed_ahead(connect: Connect, two_groups: St
         temperature=0,
         extra_headers={"X-Session-ID": "months"},
     )
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached is not None
     assert cached >= first["prompt_tokens"] // 16 * 16
 
 
-def test_a_background_response_is_read_from_any_event(connect: Connect, two_groups: Stack) -> None:
+def test_a_background_response_is_read_from_any_event(client: openai.OpenAI) -> None:
     """Speculation brings several tokens at a time: the events are the same whoever reads them when."""
-    client = connect(two_groups)
     job = client.responses.create(
         model=DEFAULT_MODEL, input=STORY, temperature=0, max_output_tokens=60, background=True
     )
@@ -115,12 +101,11 @@ def test_a_background_response_is_read_from_any_event(connect: Connect, two_grou
 
 
 @pytest.mark.nightly
-def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> None:
+def test_a_form_and_a_call_are_held_to(client: openai.OpenAI) -> None:
     class Animal(pydantic.BaseModel):
         name: str
         legs: int
 
-    client = connect(two_groups)
     options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0}
     made = client.responses.parse(input="Name an animal and its legs.", text_format=Animal, **options)
     assert isinstance(made.output_parsed, Animal)
@@ -146,6 +131,4 @@ def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> N
     last = client.responses.create(
         input=outputs, previous_response_id=final.id, tools=[function], max_output_tokens=16, **options
     )
-    assert last.usage is not None
-    assert final.usage is not None
     assert last.usage.input_tokens > final.usage.input_tokens

@@ -1,16 +1,13 @@
 """Tool calls through the whole house: a small model makes them because the grammar lets nothing else through."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pydantic
 import pytest
 
 from shared.model_store.catalog import DEFAULT_MODEL
-from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,12 +29,6 @@ TOOLS: Any = [
     openai.pydantic_function_tool(GetWeather, name="get_weather"),
     openai.pydantic_function_tool(Now, name="now"),
 ]
-
-
-@pytest.fixture
-def client(two_groups: Stack) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False, timeout=120) as http:
-        yield openai.OpenAI(base_url=f"{two_groups.url}/v1", api_key="none", max_retries=0, http_client=http)
 
 
 @pytest.mark.parametrize(

@@ -110,13 +110,11 @@ class Server:
 
     def kill(self) -> None:
         """With all that it has started."""
-        assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def wait_ready(self) -> None:
-        assert self._process is not None
         by = time.monotonic() + 300
         while self._process.poll() is None and time.monotonic() < by:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):

@@ -1,13 +1,10 @@
 """`ryzanstein adapters` against a real NATS, with a host that says what the test says."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from services.cli.commands.adapters import adapters_app
 from shared.config import CommonSettings
@@ -18,6 +15,7 @@ from shared.nats import subjects
 from shared.nats.adapters import settle
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.integration.commands import Command
 
 
 class Host:
@@ -35,29 +33,9 @@ class Host:
         return HostReply(ok=True, adapter=found)
 
 
-class Command:
-    def __init__(self, nats: CommonSettings) -> None:
-        address = nats.nats_url.removeprefix("nats://")
-        self._url = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@{address}"
-
-    async def run(self, *arguments: str) -> str:
-        """Its output. Raises what it ends with."""
-
-        def invoke() -> Result:
-            return CliRunner().invoke(adapters_app, [*arguments, "--nats-url", self._url])
-
-        result = await asyncio.to_thread(invoke)
-        if result.exception is not None:
-            raise result.exception
-        return result.stdout
-
-    async def json(self, *arguments: str) -> Any:
-        return json.loads(await self.run(*arguments, "--json"))
-
-
 @pytest.fixture
 def command(nats_settings: CommonSettings) -> Command:
-    return Command(nats_settings)
+    return Command(adapters_app, nats_settings)
 
 
 @pytest.fixture
@@ -95,7 +73,6 @@ async def test_adapters_are_loaded_shown_replaced_and_unloaded(
     assert await command.json("list") == []
     names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
     entry = await names.get("sql")
-    assert entry is not None
     assert [digest for digest, _ in entry.value.retired] == [f"{1:064x}", f"{2:064x}"]
 
 

@@ -68,7 +68,6 @@ async def test_a_flush_is_asked_behind_what_was_published_and_subscribed(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, transport = bytearray(), bus.client._transport
-    assert transport is not None
     write, writelines = transport.write, transport.writelines
     monkeypatch.setattr(transport, "write", lambda data: (sent.extend(data), write(data))[1])
     monkeypatch.setattr(transport, "writelines", lambda data: (sent.extend(b"".join(data)), writelines(data))[1])
@@ -169,7 +168,6 @@ async def test_compare_and_set_has_one_winner(bus: Bus) -> None:
     first, second = await asyncio.gather(pins.create("s", SessionPin("g1", 1)), pins.create("s", SessionPin("g2", 1)))
     assert (first is None) != (second is None)
     entry = await pins.get("s")
-    assert entry is not None
     assert await pins.update("s", SessionPin("g3", 1), entry.revision)
     assert await pins.update("s", SessionPin("g4", 1), entry.revision) is None
     assert (await pins.items())["s"].group == "g3"
@@ -183,7 +181,6 @@ async def test_changes_of_one_key_at_once_are_all_made(bus: Bus) -> None:
 
     await asyncio.gather(*(pins.change("count", counted) for _ in range(5)))
     entry = await pins.get("count")
-    assert entry is not None
     assert entry.value == SessionPin("g", 5)
     same = await pins.change("count", lambda known: known.value if known else None)
     assert same == KvChange(entry, entry)

@@ -24,6 +24,8 @@ from shared.model_store.repository import MANIFEST, Manifest
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.integration.commands import Command
+from tests.processes import nats_variables
 from tests.unit.shared.model_store.hub_server import HubServer, Repository, serving
 
 GGUF = "m-Q8_0.gguf"
@@ -62,13 +64,7 @@ async def register(bus: Bus) -> None:
 
 
 async def run(nats: CommonSettings, *arguments: str) -> str:
-    address = nats.nats_url.removeprefix("nats://")
-    url = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@{address}"
-    command = [*arguments, "--nats-url", url]
-    result = await asyncio.to_thread(CliRunner().invoke, models_app, command)
-    if result.exception is not None:
-        raise result.exception
-    return result.stdout
+    return await Command(models_app, nats).run(*arguments)
 
 
 def models(cache: Path) -> set[str]:
@@ -126,10 +122,8 @@ async def test_a_pull_makes_room_for_itself(
 ) -> None:
     """Of a mirror, which changes the file: that ends it before what comes is converted, which takes long."""
     await register(bus)
-    monkeypatch.setenv("RYZANSTEIN_NATS_URL", nats_settings.nats_url)
-    monkeypatch.setenv("RYZANSTEIN_NATS_USER", nats_settings.nats_user)
-    monkeypatch.setenv("RYZANSTEIN_NATS_PASSWORD", nats_settings.nats_password.get_secret_value())
-    monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE_BYTES", "4200000")
+    for name, value in {**nats_variables(nats_settings), "RYZANSTEIN_MODEL_CACHE_BYTES": "4200000"}.items():
+        monkeypatch.setenv(name, value)
     hub.repositories["org/next"] = Repository({}, branches={"v2": {GGUF: bytes(1_000_000)}})
     hub.faults.contents[GGUF] = [b"x" * 1_000_000] * 2
     command = ["pull", "org/next:Q8_0", "--revision", "v2"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
 from services.cli.cluster_models import ModelsSnapshot
 from services.cli.commands.models.local import models_app
@@ -34,6 +32,7 @@ from shared.messages.registry import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.integration.commands import Command
 
 HOST = "host-0"
 
@@ -113,31 +112,9 @@ async def cluster(bus: Bus) -> AsyncIterator[Cluster]:
         await task
 
 
-class Command:
-    def __init__(self, nats: CommonSettings) -> None:
-        address = nats.nats_url.removeprefix("nats://")
-        self._url = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@{address}"
-
-    async def run(self, *arguments: str, text: str | None = None) -> str:
-        """Its output. Raises what it ends with."""
-        waits = arguments[0] in ("add", "load", "unload", "remove", "apply", "pull")
-        limit = ("--timeout", "30") if waits and "--timeout" not in arguments else ()
-
-        def invoke() -> Result:
-            return CliRunner().invoke(models_app, [*arguments, *limit, "--nats-url", self._url], input=text)
-
-        result = await asyncio.to_thread(invoke)
-        if result.exception is not None:
-            raise result.exception
-        return result.stdout
-
-    async def json(self, *arguments: str) -> Any:
-        return json.loads(await self.run(*arguments, "--json"))
-
-
 @pytest.fixture
 def command(nats_settings: CommonSettings) -> Command:
-    return Command(nats_settings)
+    return Command(models_app, nats_settings, ("add", "load", "unload", "remove", "apply", "pull"))
 
 
 async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Cluster) -> None:
@@ -148,7 +125,6 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
     assert "chat is loaded on host-0." in await command.run("load", "gpt")
     assert (await command.run("load", "chat")).endswith("chat is loaded on host-0.\n")
     entry = await cluster.registry.get("chat")
-    assert entry is not None
     assert (entry.value.settings, entry.value.most) == (ModelSettings(tp=2), 1)
 
     changed = await command.json(
@@ -187,7 +163,6 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
     assert "sparse" not in await command.run("show", "chat")
     assert "chat is unloaded" in await command.run("unload", "chat", "--force")
     entry = await cluster.registry.get("chat")
-    assert entry is not None
     assert (entry.value.action, entry.value.force) == ("unload", True)
     assert await command.run("remove", "chat", "--files") == "chat: unloaded\nchat is removed with its files.\n"
     assert cluster.told == [RemoveModel(msgspec.structs.replace(entry.value))]
@@ -372,7 +347,6 @@ async def test_adapters_of_a_file_are_wanted_adopted_changed_and_taken_out(
     entries = await names.items()
     assert entries["sql"] == msgspec.structs.replace(read, origin="file")
     wanted = entries["legal"].wanted
-    assert wanted is not None
     assert (wanted.model, wanted.source, wanted.revision) == ("a", "org/legal", "v2")
     assert await command.run("list", "--yaml") == ADAPTED.replace("sql: /adapters/sql\n    ", "") + (
         "    sql: /adapters/sql\n"
@@ -387,7 +361,6 @@ async def test_adapters_of_a_file_are_wanted_adopted_changed_and_taken_out(
     assert said["adapters"] == changes
     entries = await names.items()
     assert (entries["sql"].digest, entries["sql"].wanted is not None) == (read.digest, True)
-    assert entries["legal"].wanted is not None
     assert entries["legal"].wanted.error == "", "it is tried again"
     file.write_text(ADAPTED.replace("name: a", "name: legal"))
     with pytest.raises(ConfigurationError, match="The name 'legal' is taken by the model legal"):

@@ -36,7 +36,6 @@ async def test_a_tenant_has_its_own_entries_alone(bus: Bus) -> None:
         assert await bucket.create(tenant, "one", record(tenant, "one")) is None
     for tenant in ("", "acme", "other/one", "*"):
         entry = await bucket.get(tenant, "one")
-        assert entry is not None
         assert entry.value.tenant == tenant
         assert await names(bucket, tenant) == ["one"]
     assert await bucket.get("acme.one", "x") is None
@@ -59,12 +58,10 @@ async def test_a_change_that_others_overtake_is_made_of_what_they_wrote(bus: Bus
     renamed = await bucket.change(
         "acme", "one", lambda known: record("acme", "one", f"{known.filename}, renamed"), "it"
     )
-    assert renamed is not None
     assert renamed.filename == "theirs, renamed"
     same = await bucket.change("acme", "one", lambda known: known, "it")
     assert same == renamed
     after = await bucket.get("acme", "one")
-    assert after is not None
     assert after.revision == entry.revision + 2, "what changes nothing is not written"
     assert await bucket.change("acme", "two", lambda known: known, "it") is None
 
@@ -102,7 +99,6 @@ async def test_what_versions_before_wrote_is_found_where_it_is(bus: Bus) -> None
     await old.put("file-1", record("acme", "file-1"))
     bucket = await opened(bus)
     entry = await bucket.get("acme", "file-1")
-    assert entry is not None
     assert await bucket.get("other", "file-1") is None
     assert await bucket.create("acme", "file-1", record("acme", "file-1")) is None
     await bucket.put("acme", "file-2", record("acme", "file-2"))
@@ -119,7 +115,6 @@ async def test_what_is_purged_leaves_nothing(bus: Bus) -> None:
     bucket = await opened(bus)
     revision = await bucket.put("acme", "one", record("acme", "one"))
     entry = await bucket.get("acme", "one")
-    assert entry is not None
     await bucket.purge(entry.key, before=revision)
     assert await bucket.get("acme", "one") is not None, "it was written then"
     await bucket.purge(entry.key)

@@ -255,7 +255,6 @@ class Program:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.shown = b""
-        assert process.stderr is not None
         self.said = asyncio.create_task(process.stderr.read())
 
     async def until(self, enough: Callable[[str], bool]) -> None:
@@ -274,7 +273,6 @@ class Program:
         return self.shown.decode()
 
     async def _more(self) -> bytes:
-        assert self.process.stdout is not None
         data = await self.process.stdout.read(65536)
         self.shown += data
         return data

@@ -18,6 +18,7 @@ from tests.integration.gateway.batches.conftest import served
 from tests.integration.gateway.batches.helpers import custom_ids, jsonl, line, requests, text_of
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
+from tests.processes import nats_variables
 
 __all__ = ["served"]
 
@@ -105,13 +106,7 @@ async def test_the_example_of_the_readme(
 ) -> None:
     (tmp_path / "input.jsonl").write_bytes(requests(5))
     monkeypatch.chdir(tmp_path)
-    shown = await run(
-        example("BatchQueue"),
-        "",
-        RYZANSTEIN_NATS_URL=nats_settings.nats_url,
-        RYZANSTEIN_NATS_USER=nats_settings.nats_user,
-        RYZANSTEIN_NATS_PASSWORD=nats_settings.nats_password.get_secret_value(),
-    )
+    shown = await run(example("BatchQueue"), "", **nats_variables(nats_settings))
     assert "completed 5 of 5\n[]\n" in shown
     lines = [json.loads(each) for each in (tmp_path / "output.jsonl").read_text().splitlines()]
     assert {each["response"]["body"]["model"] for each in lines} == {MODEL}

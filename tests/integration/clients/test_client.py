@@ -31,7 +31,6 @@ async def read_async(urls: list[str], pieces: list[Piece]) -> None:
     async with AsyncClient(urls) as client, client.stream_chat(**CHAT) as stream:
         async for piece in stream:
             pieces.append(piece)
-            assert stream.cursor is not None
             assert stream.cursor.position == piece.position
 
 
@@ -45,7 +44,6 @@ def read_in_thread(urls: list[str], pieces: list[Piece]) -> None:
     with Client(urls) as client, client.stream_chat(**CHAT) as stream:
         for piece in stream:
             pieces.append(piece)
-            assert stream.cursor is not None
             assert stream.cursor.position == piece.position
 
 
@@ -91,7 +89,6 @@ async def test_choices_survive_side_by_side(gateway: RunningGateway, ring: FakeR
         async for piece in stream:
             texts[piece.choice] += piece.text
             if paced.allowed == 7 and [len(text) for text in texts] == [7, 7, 7]:
-                assert stream.cursor is not None
                 assert stream.cursor.position == "7,7,7"
                 paced.allow(20)
             elif paced.allowed == 20 and max(map(len, texts)) >= 20:
@@ -110,7 +107,6 @@ async def test_another_process_goes_on(
             begun += piece.text
             if len(begun) == 12:
                 break
-        assert stream.cursor is not None
         stream.cursor.save(tmp_path / "cursor")
     paced.allow()
 

@@ -41,16 +41,11 @@ RING = ("--device", "cpu", "--dtype", "fp32", "--threads", "1", "--block-size", 
 RING += ("--context-length", str(CONTEXT), "--served-model-name", MODEL)
 
 
-def make_served_model(directory: Path, *, seed: int = 0) -> Path:
-    """A random model with a tokenizer that gateways can use. Another `seed`: other weights."""
-    make_model(
-        directory,
-        "llama",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=1,
-        rope_theta=1e4 + seed,
-    )
+def make_served_model(directory: Path, *, seed: int = 0, **sizes: int) -> Path:
+    """A random model with a tokenizer that gateways can use. Another `seed`: other weights; a `head_dim` of 32: one
+    for the native kernels."""
+    of_all = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
+    make_model(directory, "llama", rope_theta=1e4 + seed, **of_all, **sizes)
     for name, content in tiny_files().items():
         (directory / name).write_bytes(content)
     return directory
@@ -101,7 +96,6 @@ class Rings:
         """Waits for them, each `timeout` seconds at most, and tells everybody that they serve."""
         for group in groups:
             beat = (await self.processes[group].wait_ready(timeout)).group
-            assert beat is not None
             await self.announce(GroupRecord(group, beat.model, "ready", beat.epoch, beat.ranks, beat.load))
 
     async def announce(self, record: GroupRecord) -> None:

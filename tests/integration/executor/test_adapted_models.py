@@ -6,11 +6,10 @@ import pytest
 
 from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.loading.loader import load_config
-from shared.config import CommonSettings
 from shared.messages import GenerationRequest, SamplingParams
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
-from tests.integration.executor.rings import make_served_model, request_of, rings
+from tests.integration.executor.rings import Rings, make_served_model, request_of
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 
@@ -40,26 +39,23 @@ def asked(turn: str, digests: list[str]) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("kernels", in_lanes(["fp32", "bf16"], (), ["fp32"]))
-async def test_texts_depend_on_their_adapter_alone(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, kernels: str
-) -> None:
+async def test_texts_depend_on_their_adapter_alone(house: Rings, bus: Bus, tmp_path: Path, kernels: str) -> None:
     """All at once, with two slots for three adapters, on two ranks; and one by one on one rank."""
     model = make_served_model(tmp_path / "model")
     digests = await stored(bus, model, tmp_path / "adapters")
     cache = ("--model-cache", str(tmp_path / "cache"), "--dtype", kernels)
-    async with rings(bus, nats_settings, tmp_path) as groups:
-        await groups.begin("a", model, *cache, "--max-adapters", "2", "--tp", "2")
-        if kernels == "fp32":
-            await groups.begin("b", model, *cache)
-            await groups.ready("b")
-        await groups.ready("a")
-        together = asked("a", digests)
-        await groups.hand_in("a", together)
-        texts = await groups.texts(together)
-        assert {finish for _, finish in texts} <= {"length", "stop"}
-        assert texts[:4] == texts[4:], "what a text is beside others, or from the cache, changes nothing"
-        assert len({tuple(tokens) for tokens, _ in texts}) == 4, "each adapter, and none, has its own text"
-        if kernels == "fp32":
-            for one, text in zip(asked("b", digests)[:4], texts, strict=False):
-                await groups.hand_in("b", [one])
-                assert await groups.texts([one]) == [text]
+    await house.begin("a", model, *cache, "--max-adapters", "2", "--tp", "2")
+    if kernels == "fp32":
+        await house.begin("b", model, *cache)
+        await house.ready("b")
+    await house.ready("a")
+    together = asked("a", digests)
+    await house.hand_in("a", together)
+    texts = await house.texts(together)
+    assert {finish for _, finish in texts} <= {"length", "stop"}
+    assert texts[:4] == texts[4:], "what a text is beside others, or from the cache, changes nothing"
+    assert len({tuple(tokens) for tokens, _ in texts}) == 4, "each adapter, and none, has its own text"
+    if kernels == "fp32":
+        for one, text in zip(asked("b", digests)[:4], texts, strict=False):
+            await house.hand_in("b", [one])
+            assert await house.texts([one]) == [text]

@@ -25,7 +25,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.executor.reader import Reader, dispatch, request
 from tests.integration.executor.test_executor import executor as some_executor
-from tests.processes import ServiceProcess
+from tests.processes import ServiceProcess, nats_variables
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.supervisor.test_parts import TOKENIZER
 
@@ -53,13 +53,7 @@ async def command_line(settings: CommonSettings, directory: Path, *arguments: st
     """What `ryzanstein debug` prints."""
     command = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.cli", "debug", *arguments),
-        env={
-            **os.environ,
-            "RYZANSTEIN_DATA_DIR": str(directory),
-            "RYZANSTEIN_NATS_URL": settings.nats_url,
-            "RYZANSTEIN_NATS_USER": settings.nats_user,
-            "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
-        },
+        env={**os.environ, "RYZANSTEIN_DATA_DIR": str(directory), **nats_variables(settings)},
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await asyncio.wait_for(command.communicate(), 60)
@@ -145,7 +139,6 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
             assert rank.steps[-1].step > 0
             assert len(rank.threads) >= 2
         assert any("leader_ready" in line for line in found.ranks[0].log)
-        assert found.leader is not None
         assert [(one.generation_id, one.state) for one in found.leader.queues] == [("a", "running")]
         assert found.leader.by_loop
         assert found.leader.allocator.invariants == "hold"
@@ -181,8 +174,6 @@ async def test_a_rank_that_does_not_come_to_a_collective_is_named_before_the_rin
         )
         assert re.fullmatch(said, found.verdict)
         first, second = (rank.collective for rank in found.ranks)
-        assert first is not None
-        assert second is not None
         assert first.in_flight
         assert (first.number, found.ranks[0].in_flight) > (second.number, False)
         assert any("shared_memory.py" in frame for stack in found.ranks[0].stacks for frame in stack.frames)
@@ -226,7 +217,6 @@ async def test_a_ring_that_is_starting_and_one_that_is_not_there_are_told(
         starting = await fetch_dump(nats_settings, "g", 0.3, 30)
         assert starting.state in ("starting", "ready", "none")
         before = (await process.wait_ready()).group
-        assert before is not None
         for rank in before.ranks:
             os.kill(rank.pid, signal.SIGKILL)
         lost = await dump_when(nats_settings, lambda dump: dump.state == "none" or dump.epoch > before.epoch)

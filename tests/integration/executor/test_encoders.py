@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from shared.config import CommonSettings
 from shared.messages import GenerationRequest, ModelCard
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from tests.integration.executor.rings import MODEL, VOCABULARY, rings
+from tests.integration.executor.rings import MODEL, VOCABULARY, Rings
 from tests.unit.executor.model.encoders.tiny import make_encoder
 from tests.unit.executor.model.loading.test_gguf_encoders import make
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
@@ -33,56 +32,54 @@ def ask(name: str, prompt: list[int], **fields: Any) -> GenerationRequest:
 
 
 @pytest.mark.slow
-async def test_vectors_and_classes(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+async def test_vectors_and_classes(house: Rings, bus: Bus, tmp_path: Path) -> None:
     import torch
 
     embedder = served_encoder(tmp_path / "embedder")
     classes = {"num_labels": 2, "id2label": {0: "no", 1: "yes"}}
     classifier = served_encoder(tmp_path / "classifier", "classes", **classes)
-    async with rings(bus, nats_settings, tmp_path) as ring:
-        context = ("--context-length", "0")
-        await ring.begin("vectors", embedder, *context, "--tp", "2")
-        await ring.begin("classes", classifier, *context, "--served-model-name", "classes")
-        await ring.ready("vectors", "classes")
-        cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
-        card = next(card for card in (await cards.items()).values() if card.model == MODEL)
-        assert (card.tasks, card.pooling, card.bidirectional) == (["embed"], "mean", True)
-        assert (card.context_length, card.embedding_size) == (70, 48)
-        await ring.hand_in("vectors", [ask(name, prompt, embed=True) for name, prompt in PROMPTS.items()])
-        await ring.hand_in("classes", [ask(f"c{n}", p, classify=True) for n, p in PROMPTS.items()])
-        model = AutoModel.from_pretrained(str(embedder)).eval()
-        judge = AutoModelForSequenceClassification.from_pretrained(str(classifier)).eval()
-        for name, prompt in PROMPTS.items():
-            with torch.inference_mode():
-                mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
-                logits = judge(torch.tensor([prompt])).logits[0]
-            for entry, truth in ((name, mean / mean.norm()), (f"c{name}", logits)):
-                _, last = await ring.reader.finish(entry)
-                assert last.finish == "stop", last.error
-                found = np.frombuffer(last.vector, "<f4")
-                assert found.tolist() == pytest.approx(truth.tolist(), abs=1e-4)
-        assert await ring.leave("vectors")
+    context = ("--context-length", "0")
+    await house.begin("vectors", embedder, *context, "--tp", "2")
+    await house.begin("classes", classifier, *context, "--served-model-name", "classes")
+    await house.ready("vectors", "classes")
+    cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
+    card = next(card for card in (await cards.items()).values() if card.model == MODEL)
+    assert (card.tasks, card.pooling, card.bidirectional) == (["embed"], "mean", True)
+    assert (card.context_length, card.embedding_size) == (70, 48)
+    await house.hand_in("vectors", [ask(name, prompt, embed=True) for name, prompt in PROMPTS.items()])
+    await house.hand_in("classes", [ask(f"c{n}", p, classify=True) for n, p in PROMPTS.items()])
+    model = AutoModel.from_pretrained(str(embedder)).eval()
+    judge = AutoModelForSequenceClassification.from_pretrained(str(classifier)).eval()
+    for name, prompt in PROMPTS.items():
+        with torch.inference_mode():
+            mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
+            logits = judge(torch.tensor([prompt])).logits[0]
+        for entry, truth in ((name, mean / mean.norm()), (f"c{name}", logits)):
+            _, last = await house.reader.finish(entry)
+            assert last.finish == "stop", last.error
+            found = np.frombuffer(last.vector, "<f4")
+            assert found.tolist() == pytest.approx(truth.tolist(), abs=1e-4)
+    assert await house.leave("vectors")
 
 
 @pytest.mark.slow
-async def test_vectors_of_a_gguf_file(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+async def test_vectors_of_a_gguf_file(house: Rings, bus: Bus, tmp_path: Path) -> None:
     """Given by its path; what it is follows from the file."""
     import torch
 
     source, file = make(tmp_path / "made", "bert", "F32", vocab_size=VOCABULARY)
-    async with rings(bus, nats_settings, tmp_path) as ring:
-        await ring.begin("vectors", file, "--context-length", "0")
-        await ring.ready("vectors")
-        cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
-        card = next(card for card in (await cards.items()).values() if card.model == MODEL)
-        assert (card.tasks, card.pooling, card.bidirectional) == (["embed"], "cls", True)
-        assert (card.context_length, card.embedding_size, card.weights) == (70, 64, "GGUF")
-        await ring.hand_in("vectors", [ask(name, prompt, embed=True) for name, prompt in PROMPTS.items()])
-        model = AutoModel.from_pretrained(str(source)).eval()
-        for name, prompt in PROMPTS.items():
-            with torch.inference_mode():
-                first = model(torch.tensor([prompt])).last_hidden_state[0, 0]
-            _, last = await ring.reader.finish(name)
-            assert last.finish == "stop", last.error
-            found = np.frombuffer(last.vector, "<f4")
-            assert found.tolist() == pytest.approx((first / first.norm()).tolist(), abs=1e-4)
+    await house.begin("vectors", file, "--context-length", "0")
+    await house.ready("vectors")
+    cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
+    card = next(card for card in (await cards.items()).values() if card.model == MODEL)
+    assert (card.tasks, card.pooling, card.bidirectional) == (["embed"], "cls", True)
+    assert (card.context_length, card.embedding_size, card.weights) == (70, 64, "GGUF")
+    await house.hand_in("vectors", [ask(name, prompt, embed=True) for name, prompt in PROMPTS.items()])
+    model = AutoModel.from_pretrained(str(source)).eval()
+    for name, prompt in PROMPTS.items():
+        with torch.inference_mode():
+            first = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+        _, last = await house.reader.finish(name)
+        assert last.finish == "stop", last.error
+        found = np.frombuffer(last.vector, "<f4")
+        assert found.tolist() == pytest.approx((first / first.norm()).tolist(), abs=1e-4)

@@ -3,10 +3,10 @@ or stands still. The engine is scripted (`scripted_engine.py`) and speaks as vLL
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,13 +38,14 @@ from shared.nats.kv import Bucket
 from tests.integration.executor import reader
 from tests.integration.executor.reader import Reader, control, dispatch
 from tests.integration.executor.scripted_engine import WRONG, token_at
+from tests.integration.executor.test_executor import Start
 from tests.processes import ServiceProcess, service_process
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 ENGINE = Path(__file__).parent / "scripted_engine.py"
 CONFIG = {"model_type": "llama", "vocab_size": 258, "max_position_embeddings": 512, "eos_token_id": 1}
 CONFIG |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-request = partial(reader.request, model="tiny")
+request = functools.partial(reader.request, model="tiny")
 
 
 @contextlib.asynccontextmanager
@@ -66,21 +67,25 @@ async def executor(
         yield process
 
 
+@pytest.fixture
+def start(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> Start:
+    """Starts one of the test's own, with these arguments of its command."""
+    return functools.partial(executor, bus, nats_settings, tmp_path)
+
+
 def expected(seed: int, start: int, stop: int) -> list[int]:
     return [token_at(seed, position) for position in range(start, stop)]
 
 
 @pytest.mark.parametrize("wide", [1, 3])
 async def test_tokens_come_once_and_a_continuation_goes_on(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, wide: int
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader, wide: int
 ) -> None:
     options = ("--context-length", "300", "--engine-args", "--kv-cache-dtype 'fp8'")
-    async with executor(bus, nats_settings, tmp_path, *options, wide=wide) as process:
+    async with start(*options, wide=wide) as process:
         beat = await process.wait_ready()
-        assert beat.group is not None
         assert beat.group.kernels == "Scripted 1.0"
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
-        assert card is not None
         assert (card.value.exact, card.value.vocab_size, card.value.tasks) == (True, 258, ["generate"])
         arguments = (tmp_path / "arguments").read_text().split("\n")
         assert arguments[-2:] == ["--kv-cache-dtype", "fp8"]
@@ -96,13 +101,18 @@ async def test_tokens_come_once_and_a_continuation_goes_on(
         assert await process.end() == 0
 
 
-async def test_an_engine_that_dies_is_started_again(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, once="die") as process:
-        before = await process.wait_ready()
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
+async def replaced(process: ServiceProcess, bus: Bus) -> None:
+    """Has the engine lost while it computes `a`, and waits for a later one; nothing of the first is left."""
+    before = await process.wait_ready()
+    (engine,) = engines_of(process)
+    await dispatch(bus, request("a", max_tokens=100))
+    await process.wait_for(lambda beat: is_later(beat, before))
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_an_engine_that_dies_is_started_again(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start(once="die") as process:
+        await replaced(process, bus)
         told = [token for entry in reader.entries for token in entry.tokens]
         assert told == expected(1, 0, len(told)), "what was told stays valid"
         await dispatch(bus, request("a", max_tokens=30, generated=told))
@@ -110,52 +120,36 @@ async def test_an_engine_that_dies_is_started_again(
         assert "vLLM has ended: signal 9" in process.log.read_text()
 
 
-async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_computed(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_computed(start: Start, bus: Bus) -> None:
     """The engine itself goes on: it is ended."""
-    async with executor(bus, nats_settings, tmp_path, once="fail") as process:
-        before = await process.wait_ready()
-        (engine,) = engines_of(process)
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    async with start(once="fail") as process:
+        await replaced(process, bus)
         log = process.log.read_text()
         assert "Scripted to fail." in log
         assert '"cause": "crashed", "suspects": ["a"]' in log
 
 
-async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--hung-after", "1", once="stop") as process:
-        before = await process.wait_ready()
-        (engine,) = engines_of(process)
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--hung-after", "1", once="stop") as process:
+        await replaced(process, bus)
         log = process.log.read_text()
         assert '"cause": "external"' in log, "who stops a process is to blame, and not the requests"
         await dispatch(bus, request("b", max_tokens=30, seed=2))
         assert (await reader.finish("b"))[0] == expected(2, 0, 30)
 
 
-async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens(start: Start, bus: Bus) -> None:
     options = ("--hung-after", "1", "--engine-step-timeout", "1")
-    async with executor(bus, nats_settings, tmp_path, *options, once="mute") as process:
-        before = await process.wait_ready()
-        await dispatch(bus, request("a", max_tokens=100))
-        await process.wait_for(lambda beat: is_later(beat, before))
+    async with start(*options, once="mute") as process:
+        await replaced(process, bus)
         assert '"cause": "hung"' in process.log.read_text()
 
 
 async def test_cancel_is_an_abort_and_batch_work_makes_way(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:
     """The engine has one place."""
-    async with executor(bus, nats_settings, tmp_path, places=1) as process:
+    async with start(places=1) as process:
         await process.wait_ready()
         await dispatch(bus, msgspec.structs.replace(request("b", max_tokens=120), lane="batch"))
         await reader.some()
@@ -170,10 +164,8 @@ async def test_cancel_is_an_abort_and_batch_work_makes_way(
         assert (tmp_path / "aborted").read_text().split() == ["b/0/1", "c/0/1"]
 
 
-async def test_a_drain_hands_back_what_is_not_over(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--drain-grace", "0") as process:
+async def test_a_drain_hands_back_what_is_not_over(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--drain-grace", "0") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=400))
         await reader.some()
@@ -185,16 +177,14 @@ async def test_a_drain_hands_back_what_is_not_over(
 
 
 async def test_what_the_engine_cannot_do_is_refused_by_its_name(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:
     unsupported = ["pooling", "adapter", "grammar", "penalties"]
-    async with executor(bus, nats_settings, tmp_path, unsupported=unsupported) as process:
+    async with start(unsupported=unsupported) as process:
         beat = await process.wait_ready()
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
-        assert card is not None
         cannot = ["logprob_token_ids", "sparse", *unsupported]
         assert card.value.engine == EngineTraits("vllm", "Scripted 1.0", cannot), "gateways refuse by it"
-        assert beat.group is not None
         assert beat.group.traits == GroupTraits(engine=card.value.engine)
         told = request("g")
         asked = (
@@ -215,13 +205,13 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
 
 @pytest.mark.parametrize("other", ["ring", "sglang"])
 async def test_another_kind_of_engine_under_one_name_is_refused_unless_it_is_allowed(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, other: str
+    start: Start, bus: Bus, nats_settings: CommonSettings, tmp_path: Path, other: str
 ) -> None:
     """As is a ring beside an engine (`tests/integration/executor/test_executor.py`)."""
     groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
     traits = GroupTraits(engine=EngineTraits(other, "" if other == "ring" else "SGLang 1"))
     await groups.put("other", GroupRecord("other", "tiny", "busy", 1, [], GroupLoad(), traits=traits))
-    async with executor(bus, nats_settings, tmp_path) as process:
+    async with start() as process:
         assert await asyncio.wait_for(process.process.wait(), 60) == 1
         said = f"error: The group other computes tiny with {'a ring' if other == 'ring' else 'SGLang 1'}, and this one"
         assert said in process.log.read_text()
@@ -230,10 +220,8 @@ async def test_another_kind_of_engine_under_one_name_is_refused_unless_it_is_all
         await process.wait_ready()
 
 
-async def test_a_token_that_cannot_be_ends_its_request_alone(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path) as process:
+async def test_a_token_that_cannot_be_ends_its_request_alone(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start() as process:
         await process.wait_ready()
         wrong = msgspec.structs.replace(request("w"), prompt=[WRONG, 5])
         await dispatch(bus, wrong, request("a", seed=2))
@@ -244,32 +232,19 @@ async def test_a_token_that_cannot_be_ends_its_request_alone(
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("options", "script", "words"),
     [
-        ({"refuses": "vLLM did not start: no such device"}, "vLLM did not start: no such device; look into the log"),
-        ({"exits": "torch.OutOfMemoryError"}, "vLLM did not start: exit code 3, after: torch.OutOfMemoryError."),
+        ((), {"refuses": "vLLM did not start: no such device"}, "vLLM did not start: no such device; look into the"),
+        ((), {"exits": "torch.OutOfMemoryError"}, "vLLM did not start: exit code 3, after: torch.OutOfMemoryError."),
+        (("--engine-args", "--speculative-config {}"), {}, "--engine-args has --speculative-config, which cannot be"),
+        (("--engine-python", "/nowhere/python"), {}, "/nowhere/python cannot be started (No such file or directory)"),
+        (("--tp", "2"), {}, "--tp is for the executor's own rings"),
     ],
 )
-async def test_an_engine_that_does_not_start_is_told_in_a_sentence(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, script: dict[str, str], words: str
+async def test_an_engine_that_does_not_start_and_settings_that_do_not_go_with_it_are_told_in_a_sentence(
+    start: Start, options: tuple[str, ...], script: dict[str, str], words: str
 ) -> None:
-    async with executor(bus, nats_settings, tmp_path, **script) as process:
-        assert await asyncio.wait_for(process.process.wait(), 60) == 1
-        assert f"error: {words}" in process.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--engine-args", "--speculative-config {}"), "--engine-args has --speculative-config, which cannot be set"),
-        (("--engine-python", "/nowhere/python"), "/nowhere/python cannot be started (No such file or directory)"),
-        (("--tp", "2"), "--tp is for the executor's own rings"),
-    ],
-)
-async def test_settings_that_do_not_go_with_it_are_refused(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, options: tuple[str, ...], words: str
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, *options) as process:
+    async with start(*options, **script) as process:
         assert await asyncio.wait_for(process.process.wait(), 60) == 1
         assert f"error: {words}" in process.log.read_text()
 
@@ -295,11 +270,11 @@ def write_adapter(directory: Path) -> None:
 
 
 async def test_an_adapter_is_read_fetched_and_told_to_the_engine(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+    start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:
     write_adapter(tmp_path / "adapter")
     cache = ("--model-cache", str(tmp_path / "cache"))
-    async with executor(bus, nats_settings, tmp_path, *cache, adapters=1) as process:
+    async with start(*cache, adapters=1) as process:
         await process.wait_ready()
         command = PullAdapter("polite", "tiny", str(tmp_path / "adapter"), ModelSpec("tiny", "/as/up/says"))
         reply = await bus.request(subjects.host_control("executor-test"), command, HostReply, timeout=60)

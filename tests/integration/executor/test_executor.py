@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ from tests.processes import ServiceProcess, service_process
 from tests.unit.executor.model.lanes import in_lanes
 
 VOCABULARY = 256
+Start = Callable[..., contextlib.AbstractAsyncContextManager[ServiceProcess]]
 
 
 @contextlib.asynccontextmanager
@@ -56,31 +58,31 @@ async def executor(
         yield process
 
 
+@pytest.fixture
+def start(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> Start:
+    """Starts one of the test's own, with these arguments of its command."""
+    return functools.partial(executor, bus, nats_settings, tmp_path)
+
+
 def expected(seed: int, start: int, stop: int) -> list[int]:
     return [stub_token(seed, position, VOCABULARY) for position in range(start, stop)]
 
 
-async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(start: Start, bus: Bus) -> None:
     """The group has lived on a host whose clock is a day ahead."""
     groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
     ahead = int((time.time() + 86_400) * 1000)
     await groups.put("g", GroupRecord("g", "stub", "gone", ahead, [], GroupLoad()))
-    async with executor(bus, nats_settings, tmp_path) as process:
+    async with start() as process:
         beat = await process.wait_ready()
-        assert beat.group is not None
         assert beat.group.epoch == ahead + 1
         assert beat.group.traits == GroupTraits(["pages", "window"], engine=RING)
 
 
-async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(start: Start, bus: Bus) -> None:
     """Two rings would compute the same requests under one name, and withdraw each other's."""
-    async with executor(bus, nats_settings, tmp_path) as process:
+    async with start() as process:
         beat = await process.wait_ready()
-        assert beat.group is not None
         older = DispatchBatch([request("a", max_tokens=4000)], beat.group.epoch - 1)
         reply = await bus.request(subjects.dispatch("g"), older, DispatchReply, timeout=30)
         assert reply.accepted == ["a"], "a scheduler may lag behind"
@@ -91,13 +93,10 @@ async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(
         assert "Another executor now serves the group g" in process.log.read_text()
 
 
-async def test_accepted_requests_get_their_tokens_once(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path) as process:
+async def test_accepted_requests_get_their_tokens_once(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start() as process:
         await process.wait_ready()
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("stub")
-        assert card is not None
         assert card.value.vocab_size == VOCABULARY
         reply = await dispatch(bus, *(request(f"r{n}", seed=n) for n in range(20)))
         assert len(reply.accepted) == 20
@@ -115,10 +114,8 @@ async def test_accepted_requests_get_their_tokens_once(
         assert await process.end() == 0
 
 
-async def test_what_cannot_fit_is_refused_with_the_reason(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-context-length", "64") as process:
+async def test_what_cannot_fit_is_refused_with_the_reason(start: Start, bus: Bus) -> None:
+    async with start("--stub-context-length", "64") as process:
         await process.wait_ready()
         long = GenerationRequest("long", "", "stub", "me", [1] * 64, 8)
         reply = await dispatch(bus, long)
@@ -126,10 +123,8 @@ async def test_what_cannot_fit_is_refused_with_the_reason(
         assert not reply.refused[0].retryable
 
 
-async def test_cancel_ends_a_generation(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5") as process:
+async def test_cancel_ends_a_generation(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--stub-step-ms", "5") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=5000), request("b", seed=2))
         await reader.some()
@@ -139,10 +134,8 @@ async def test_cancel_ends_a_generation(
         assert (await reader.finish("b"))[0] == expected(2, 0, 8), "the other one goes on"
 
 
-async def test_drain_finishes_what_runs_and_leaves(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "10") as process:
+async def test_drain_finishes_what_runs_and_leaves(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--stub-step-ms", "5", "--drain-grace", "10") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=40))
         await control(bus, Drain())
@@ -153,18 +146,14 @@ async def test_drain_finishes_what_runs_and_leaves(
         assert "ring_lost" not in process.log.read_text(), "leaving in good order is no loss"
 
 
-async def test_a_token_budget_below_the_batch_is_refused(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--max-batch-tokens", "8") as process:
+async def test_a_token_budget_below_the_batch_is_refused(start: Start) -> None:
+    async with start("--max-batch-tokens", "8") as process:
         assert await asyncio.wait_for(process.process.wait(), 30) == 1
         assert "error: max_batch_tokens is 8, fewer than max_sequences (64)" in process.log.read_text()
 
 
-async def test_shutdown_hands_back_what_it_cannot_finish(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "0") as process:
+async def test_shutdown_hands_back_what_it_cannot_finish(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--stub-step-ms", "5", "--drain-grace", "0") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=5000))
         await reader.some()
@@ -175,12 +164,10 @@ async def test_shutdown_hands_back_what_it_cannot_finish(
 
 
 @pytest.mark.slow
-async def test_batch_work_makes_way_and_goes_on_where_it_was(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
+async def test_batch_work_makes_way_and_goes_on_where_it_was(start: Start, bus: Bus, reader: Reader) -> None:
     """The ring has one place."""
     options = ("--stub-step-ms", "5", "--max-sequences", "1")
-    async with executor(bus, nats_settings, tmp_path, *options) as process:
+    async with start(*options) as process:
         await process.wait_ready()
         bulk = msgspec.structs.replace(request("b", max_tokens=300), lane="batch")
         await dispatch(bus, bulk)
@@ -192,11 +179,9 @@ async def test_batch_work_makes_way_and_goes_on_where_it_was(
 
 
 @pytest.mark.slow
-async def test_starved_batch_work_ends_at_its_deadline(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
+async def test_starved_batch_work_ends_at_its_deadline(start: Start, bus: Bus, reader: Reader) -> None:
     options = ("--stub-step-ms", "5", "--max-sequences", "1")
-    async with executor(bus, nats_settings, tmp_path, *options) as process:
+    async with start(*options) as process:
         await process.wait_ready()
         late = msgspec.structs.replace(request("b"), lane="batch", deadline=time.time() + 0.5)
         await dispatch(bus, request("i", seed=2, max_tokens=1000), late)
@@ -205,10 +190,8 @@ async def test_starved_batch_work_ends_at_its_deadline(
         assert not [entry for entry in reader.entries if entry.generation_id == "i" and entry.finish]
 
 
-async def test_a_drain_can_be_taken_back_until_the_executor_stops(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "30") as process:
+async def test_a_drain_can_be_taken_back_until_the_executor_stops(start: Start, bus: Bus, reader: Reader) -> None:
+    async with start("--stub-step-ms", "5", "--drain-grace", "30") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=8000))
         assert (await control(bus, Drain(600.0))).ok
@@ -235,11 +218,10 @@ async def test_a_drain_can_be_taken_back_until_the_executor_stops(
     ),
 )
 async def test_a_lost_rank_takes_the_ring_down_and_up_again(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, number: signal.Signals, rank: int
+    start: Start, bus: Bus, reader: Reader, number: signal.Signals, rank: int
 ) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--tp", "2", "--stub-step-ms", "2") as process:
+    async with start("--tp", "2", "--stub-step-ms", "2") as process:
         before = (await process.wait_ready()).group
-        assert before is not None
         assert len(before.ranks) == 2
         await dispatch(bus, request("a", max_tokens=5000))
         await reader.some()
@@ -250,7 +232,6 @@ async def test_a_lost_rank_takes_the_ring_down_and_up_again(
             return group is not None and group.state == "ready" and group.epoch > before.epoch
 
         after = (await process.wait_for(is_back)).group
-        assert after is not None
         assert not {one.pid for one in before.ranks} & {one.pid for one in after.ranks}, "a whole new ring"
         told = [beat.group for beat in process.beats if beat.group and beat.group.epoch == before.epoch]
         assert (told[-1].state, told[-1].ranks) == ("starting", []), "the loss is told under the lost ring's epoch"
@@ -262,12 +243,9 @@ async def test_a_lost_rank_takes_the_ring_down_and_up_again(
 
 
 @pytest.mark.slow
-async def test_ranks_do_not_outlive_a_killed_orchestrator(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
-    async with executor(bus, nats_settings, tmp_path, "--tp", "2") as process:
+async def test_ranks_do_not_outlive_a_killed_orchestrator(start: Start) -> None:
+    async with start("--tp", "2") as process:
         group = (await process.wait_ready()).group
-        assert group is not None
         pids = [rank.pid for rank in group.ranks]
         await process.end(signal.SIGKILL)
         ranks = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -275,10 +253,10 @@ async def test_ranks_do_not_outlive_a_killed_orchestrator(
         assert not alive
 
 
-async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+async def test_operations_endpoint(start: Start) -> None:
     import httpx
 
-    async with executor(bus, nats_settings, tmp_path) as process, httpx.AsyncClient(trust_env=False) as client:
+    async with start() as process, httpx.AsyncClient(trust_env=False) as client:
         url = f"http://{(await process.wait_ready()).address}"
         assert (await client.get(f"{url}/health")).status_code == 200
         assert (await client.get(f"{url}/ready")).json()["ready"] is True
@@ -291,17 +269,12 @@ async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_
         assert (await client.post(f"{url}/metrics")).status_code == 405
 
 
-async def test_a_draft_model_changes_no_token(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
+async def test_a_draft_model_changes_no_token(start: Start, bus: Bus, reader: Reader) -> None:
     """Two ranks, and sequences that come to their ends one after the other."""
     import httpx
 
     options = ("--tp", "2", "--stub-step-ms", "10", "--stub-draft-right", "0.8", "--stub-draft-ms", "0.1")
-    async with (
-        executor(bus, nats_settings, tmp_path, *options) as process,
-        httpx.AsyncClient(trust_env=False) as client,
-    ):
+    async with start(*options) as process, httpx.AsyncClient(trust_env=False) as client:
         beat = await process.wait_ready()
         requests = [request(name, max_tokens=60 + 20 * at, seed=at) for at, name in enumerate("abcd")]
         await dispatch(bus, *requests)
@@ -320,19 +293,13 @@ async def test_a_draft_model_changes_no_token(
         assert 0 < counted["draft_model_seconds_total"] < counted["step_seconds_total"]
 
 
-async def test_metrics_are_there_while_the_leader_is_hung(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
-) -> None:
+async def test_metrics_are_there_while_the_leader_is_hung(start: Start, bus: Bus, reader: Reader) -> None:
     import httpx
 
-    async with (
-        executor(bus, nats_settings, tmp_path, "--hung-after", "60") as process,
-        httpx.AsyncClient(trust_env=False) as client,
-    ):
+    async with start("--hung-after", "60") as process, httpx.AsyncClient(trust_env=False) as client:
         beat = await process.wait_ready()
         await dispatch(bus, request("a", seed=5))
         await reader.finish("a")
-        assert beat.group is not None
         leader = psutil.Process(beat.group.ranks[0].pid)
         leader.suspend()
         try:
@@ -356,29 +323,28 @@ async def test_no_model_is_said_in_one_sentence(bus: Bus, nats_settings: CommonS
         assert not any("Traceback" in line for line in lines)
 
 
-async def test_a_name_that_another_model_has_is_refused(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+@pytest.mark.parametrize(
+    ("tokenizer", "traits", "said"),
+    [
+        ("another", None, "serves another model under the name stub;"),
+        (
+            "",
+            GroupTraits(engine=EngineTraits("vllm", "vLLM 1")),
+            "computes stub with vLLM 1, and this one with a ring:",
+        ),
+    ],
+)
+async def test_a_name_that_another_model_or_engine_has_is_refused(
+    start: Start, bus: Bus, tokenizer: str, traits: GroupTraits | None, said: str
 ) -> None:
-    cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
-    await cards.put("stub", ModelCard("stub", 100, 100, [], "another tokenizer", 0))
+    if tokenizer:
+        cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
+        await cards.put("stub", ModelCard("stub", 100, 100, [], tokenizer, 0))
     groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-    await groups.put("other", GroupRecord("other", "stub", "ready", 1, [], GroupLoad()))
-    async with executor(bus, nats_settings, tmp_path) as process:
-        assert await asyncio.wait_for(process.process.wait(), 30) == 1
-        last = process.log.read_text().splitlines()[-1]
-        assert last.startswith("error: The group other serves another model under the name stub;")
-
-
-async def test_a_ring_beside_an_engine_of_that_name_is_refused(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
-    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-    traits = GroupTraits(engine=EngineTraits("vllm", "vLLM 1"))
     await groups.put("other", GroupRecord("other", "stub", "ready", 1, [], GroupLoad(), traits=traits))
-    async with executor(bus, nats_settings, tmp_path) as process:
+    async with start() as process:
         assert await asyncio.wait_for(process.process.wait(), 30) == 1
-        last = process.log.read_text().splitlines()[-1]
-        assert last.startswith("error: The group other computes stub with vLLM 1, and this one with a ring:")
+        assert process.log.read_text().splitlines()[-1].startswith(f"error: The group other {said}")
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.config import CommonSettings
 from shared.messages import GroupLoad, GroupRecord
 from shared.messages.groups import BlockOffer, HandoverMessage, HandoverReply
 from shared.nats import subjects
-from shared.nats.bus import Bus
-from tests.integration.executor.rings import MODEL, Rings, Session, make_served_model, rings
+from tests.integration.executor.rings import MODEL, Rings, Session, make_served_model
 
 DAMAGED = 20_580  # offset of the byte that is flipped, in the bytes of the second connection
 # (connection, position of the first byte, bytes) to the bytes that go on; None: the connection is cut.
@@ -124,9 +122,7 @@ async def talk(house: Rings, group: str, names: str) -> list[Session]:
 
 
 @pytest.mark.slow
-async def test_a_line_that_breaks_and_damages_costs_nothing(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_line_that_breaks_and_damages_costs_nothing(house: Rings, tmp_path: Path) -> None:
     damaged: list[int] = []
 
     def change(number: int, position: int, data: bytes) -> bytes | None:
@@ -139,57 +135,54 @@ async def test_a_line_that_breaks_and_damages_costs_nothing(
         return data
 
     model = make_served_model(tmp_path / "model")
-    async with rings(bus, nats_settings, tmp_path) as house:
-        await house.begin("a", model)
-        await house.begin("b", model)
-        await house.ready("a", "b")
-        sessions = await talk(house, "a", "stuvw")
-        async with between(house, "b", change) as way:
-            log = await house.leave("a")
-        assert way.connections == 2, log
-        assert damaged
-        for session in sessions:
-            pin = await house.pin(session.name)
-            assert pin is not None
-            assert pin.group == "between"
-            reusable = session.reusable
-            assert reusable >= 60
-            assert await session.turn("b") == reusable
+    await house.begin("a", model)
+    await house.begin("b", model)
+    await house.ready("a", "b")
+    sessions = await talk(house, "a", "stuvw")
+    async with between(house, "b", change) as way:
+        log = await house.leave("a")
+    assert way.connections == 2, log
+    assert damaged
+    for session in sessions:
+        pin = await house.pin(session.name)
+        assert pin.group == "between"
+        reusable = session.reusable
+        assert reusable >= 60
+        assert await session.turn("b") == reusable
 
 
 @pytest.mark.nightly
-async def test_either_side_may_die_midway(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+async def test_either_side_may_die_midway(house: Rings, tmp_path: Path) -> None:
     model = make_served_model(tmp_path / "model")
-    async with rings(bus, nats_settings, tmp_path) as house:
-        for name in "abc":
-            await house.begin(name, model, "--handover-timeout", "5")
-        await house.ready(*"abc")
-        await talk(house, "a", "stuvw")
-        own = await talk(house, "b", "xy")
+    for name in "abc":
+        await house.begin(name, model, "--handover-timeout", "5")
+    await house.ready(*"abc")
+    await talk(house, "a", "stuvw")
+    own = await talk(house, "b", "xy")
 
-        async with between(house, "b", held_up, "first") as way:  # the leaving ring dies
-            house.processes["a"].process.send_signal(signal.SIGTERM)
-            await way.passed.wait()
-            house.kill_ring("a")
-        for session in own:
-            reusable = session.reusable
-            assert await session.turn("b") == reusable, "the peer goes on"
-        async with between(house, "b", lambda number, position, data: data, "second"):
-            await house.until_logged("b", '"how": "lost"')  # and is there for the next one
-            others = await talk(house, "c", "z")
-            await house.leave("c")
-        reusable = others[0].reusable
-        assert await others[0].turn("b") == reusable
+    async with between(house, "b", held_up, "first") as way:  # the leaving ring dies
+        house.processes["a"].process.send_signal(signal.SIGTERM)
+        await way.passed.wait()
+        house.kill_ring("a")
+    for session in own:
+        reusable = session.reusable
+        assert await session.turn("b") == reusable, "the peer goes on"
+    async with between(house, "b", lambda number, position, data: data, "second"):
+        await house.until_logged("b", '"how": "lost"')  # and is there for the next one
+        others = await talk(house, "c", "z")
+        await house.leave("c")
+    reusable = others[0].reusable
+    assert await others[0].turn("b") == reusable
 
-        async with between(house, "b", held_up, "third") as way:  # its peer dies
-            await house.begin("d", model, "--handover-timeout", "2")
-            await house.ready("d")
-            await house.hide("third")
-            sessions = await talk(house, "d", "ghijk")
-            house.processes["d"].process.send_signal(signal.SIGTERM)
-            await way.passed.wait()
-            way.silent = True
-            house.kill_ring("b")
-            assert await asyncio.wait_for(house.processes["d"].process.wait(), 40) == 0
-        for session in sessions:
-            assert await house.pin(session.name) is None, "nobody was told that it has moved"
+    async with between(house, "b", held_up, "third") as way:  # its peer dies
+        await house.begin("d", model, "--handover-timeout", "2")
+        await house.ready("d")
+        await house.hide("third")
+        sessions = await talk(house, "d", "ghijk")
+        house.processes["d"].process.send_signal(signal.SIGTERM)
+        await way.passed.wait()
+        way.silent = True
+        house.kill_ring("b")
+        assert await asyncio.wait_for(house.processes["d"].process.wait(), 40) == 0
+    for session in sessions:
+        assert await house.pin(session.name) is None, "nobody was told that it has moved"

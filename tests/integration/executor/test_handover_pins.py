@@ -30,7 +30,6 @@ async def test_pins_to_the_leaving_ring_are_moved_and_no_others(tmp_path: Path) 
         await mover.move(sessions, "peer", 9)
         assert await mover.groups(sessions) == ["peer", "other", "peer"]
         entry = await pins.get(pin_key("m", "mine"))
-        assert entry is not None
         assert entry.value == SessionPin("peer", 9)
         assert "permissions violation" not in server.log.read_text().lower()
     finally:

@@ -140,7 +140,6 @@ async def host_with(
     async with service_process(bus, settings, "services.executor", directory, *arguments, instance=INSTANCE) as process:
         beat = await process.wait_ready()
         assert not beat.groups
-        assert beat.host is not None
         assert beat.host.takes_models
         yield Host(bus, process)
 
@@ -348,7 +347,6 @@ async def test_an_adapter_is_read_checked_and_stored(host: Host, tmp_path: Path)
     digest = make_adapter(tmp_path / "adapter", 7)
     base = spec("a")
     reply = await host.tell(PullAdapter("mine", "a", str(tmp_path / "adapter"), base))
-    assert reply.adapter is not None
     assert (reply.adapter.digest, reply.adapter.rank, reply.adapter.model) == (digest, 8, "a")
     assert await AdapterFiles(host.bus).has(digest)
     for source, more, what in (

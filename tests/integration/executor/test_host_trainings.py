@@ -105,13 +105,11 @@ class Host:
 
     async def job(self, name: str) -> TrainingJob:
         entry = await self.jobs.get("t", name)
-        assert entry is not None
         return entry.value
 
     async def change(self, name: str, **fields: Any) -> None:
         while True:
             entry = await self.jobs.get("t", name)
-            assert entry is not None
             changed = msgspec.structs.replace(entry.value, **fields)
             if await self.jobs.update(entry.key, changed, entry.revision) is not None:
                 return
@@ -133,7 +131,6 @@ class Host:
         self._page.set(3, requests)
         if requests and self._page.is_armed:
             page = self.service.activity
-            assert page is not None
             page.on_request()
             self._page.disarm()
 
@@ -163,7 +160,6 @@ class Host:
 
     def trainer(self, name: str) -> int:
         process = self.trainings._trainings[tenant_key("t", name)]._process
-        assert process is not None
         return process.pid
 
 
@@ -281,15 +277,12 @@ async def test_paused_and_resumed_it_makes_the_same(host: Host) -> None:
     assert (await host.trainings.end(StopTraining("job", "t", 1))).ok
     await host.until("job", "")
     paused = await host.job("job")
-    assert paused.state is not None
     assert (paused.status, 2 <= paused.state.step < 8) == ("paused", True)
     host.service.step_ms(1.0)
     await host.change("job", status="queued", wanted="run")
     await host.again("job")
     await host.until("job", "")
     calm, done = await host.job("calm"), await host.job("job")
-    assert calm.result is not None
-    assert done.result is not None
     assert done.result.digest == calm.result.digest
     assert len(done.adapters) == 3
 
@@ -301,7 +294,6 @@ async def test_a_state_that_is_another_is_not_gone_on_with(host: Host) -> None:
     await host.until("job", "")
     job = await host.job("job")
     assert job.result is not None, job
-    assert job.state is not None
     assert job.state.step == STEPS
 
 
@@ -331,7 +323,6 @@ async def test_a_trainer_that_never_runs_fails_the_job_with_its_last_words(
     await host.until("job", "")
     job = await host.job("job")
     assert (job.status, job.host) == ("failed", "")
-    assert job.error is not None
     assert "No module named services.executor.training.no_such_module" in job.error.message
     empty = msgspec.msgpack.encode(data_of(0))
     monkeypatch.undo()
@@ -340,7 +331,6 @@ async def test_a_trainer_that_never_runs_fails_the_job_with_its_last_words(
     assert (await host.begin("empty")).ok
     await host.until("empty", "")
     failed = await host.job("empty")
-    assert failed.error is not None
     assert (failed.status, failed.error.code) == ("failed", "invalid_request")
     assert (await host.objects.get("job-examples")) != empty, "nothing is changed of another's"
 
@@ -366,6 +356,13 @@ async def ends_of(host: Host) -> dict[str, float]:
     return {sample.labels["result"]: sample.value for sample in samples if sample.value}
 
 
+async def left_by(host: Host, helper: Host) -> TrainingJob:
+    """The job once neither has it any more."""
+    await host.until("job", "")
+    await helper.until("job", "")
+    return await host.job("job")
+
+
 async def stand_still(host: Host, helper: Host) -> None:
     """Begins a long job on both, whose first trainer is suspended after some steps; the other one waits for it."""
     long = msgspec.structs.replace(PARTED["hyperparameters"], epochs=500)
@@ -388,9 +385,7 @@ async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper
     await host.until("job", "yielding")
     assert [one.replica for one in (*host.trainings.report(), *helper.trainings.report())] == [0, 1]
     host.ask(0)
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert job.result is not None, job
     assert (job.attempt, job.crashes, job.result.step) == (1, 0, STEPS)
     assert (await ends_of(host), await ends_of(helper)) == ({"finished": 1}, {"left": 1})
@@ -401,9 +396,7 @@ async def test_where_a_replica_dies_the_attempt_ends_for_both(host: Host, helper
     await stand_still(host, helper)
     os.kill((host if dies == "first" else helper).trainer("job"), signal.SIGKILL)
     host.ask(0)
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.host, job.attempt, job.crashes) == ("", 1, 1)
     assert dies == "further" or "signal SIGKILL" in job.waiting_for
 
@@ -418,9 +411,7 @@ async def test_where_only_the_connection_breaks_the_first_one_writes_it(
         gone = one.trainings._trainings[tenant_key("t", "job")]
         gone._failure = TrainerFailed(Unavailable.code, "Another replica of the job is gone.")
         os.kill(one.trainer("job"), signal.SIGKILL)
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.host, job.crashes) == ("", 1)
     assert "Another replica of the job is gone." in job.waiting_for
 
@@ -429,9 +420,7 @@ async def test_where_only_the_connection_breaks_the_first_one_writes_it(
 async def test_a_further_replica_gives_its_part_back_without_a_fault(host: Host, helper: Host) -> None:
     await stand_still(host, helper)
     await helper.trainings.evict([tenant_key("t", "job")])
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.host, job.crashes) == ("", 0)
     assert job.waiting_for == "The executor i needs its memory for a model."
 
@@ -441,9 +430,7 @@ async def test_a_pause_of_two_is_that_of_the_first(host: Host, helper: Host) -> 
     await host.change("job", wanted="pause")
     for one in (helper, host):
         assert (await one.trainings.end(StopTraining("job", "t", 1))).ok
-    await host.until("job", "")
-    await helper.until("job", "")
-    job = await host.job("job")
+    job = await left_by(host, helper)
     assert (job.status, job.crashes) == ("paused", 0)
 
 

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import CommonSettings
 from shared.messages import Cancel, ControlReply, GenerationRequest, SamplingParams
 from shared.nats import subjects
-from shared.nats.bus import Bus
-from tests.integration.executor.rings import MODEL, Rings, make_served_model, request_of, rings
+from tests.integration.executor.rings import MODEL, Rings, make_served_model, request_of
 
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
@@ -45,22 +43,21 @@ async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.slow
-async def test_texts_are_those_without_lookahead(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+async def test_texts_are_those_without_lookahead(house: Rings, tmp_path: Path) -> None:
     model = make_served_model(tmp_path / "model")
-    async with rings(bus, nats_settings, tmp_path) as house:
-        for group, setting in (("off", "off"), ("on", "on")):
-            options = ("--lookahead", setting, "--kv-dtype", "int8", "--max-sequences", "6")
-            await house.begin(group, model, *options, "--speculation", "off")
-        await house.ready("off", "on")
-        expected, found = await asyncio.gather(texts(house, "off"), texts(house, "on"))
-        assert found == expected
-        assert {finish for _, finish in found} == {"length", "stop"}
-        endless = GenerationRequest("on-x", "r", MODEL, "me", [5, 6, 7], 900)
-        await house.hand_in("on", [endless])
-        await house.reader.more()
-        await house.bus.request(subjects.control("on"), Cancel(["on-x"]), ControlReply, timeout=30)
-        tokens, last = await house.reader.finish("on-x")
-        assert (last.finish, len(tokens) < 900) == ("cancelled", True)
-        logged = await house.leave("on")
-        assert '"lookahead": true' in logged
-        assert '"lookahead": false' in await house.leave("off")
+    for group, setting in (("off", "off"), ("on", "on")):
+        options = ("--lookahead", setting, "--kv-dtype", "int8", "--max-sequences", "6")
+        await house.begin(group, model, *options, "--speculation", "off")
+    await house.ready("off", "on")
+    expected, found = await asyncio.gather(texts(house, "off"), texts(house, "on"))
+    assert found == expected
+    assert {finish for _, finish in found} == {"length", "stop"}
+    endless = GenerationRequest("on-x", "r", MODEL, "me", [5, 6, 7], 900)
+    await house.hand_in("on", [endless])
+    await house.reader.more()
+    await house.bus.request(subjects.control("on"), Cancel(["on-x"]), ControlReply, timeout=30)
+    tokens, last = await house.reader.finish("on-x")
+    assert (last.finish, len(tokens) < 900) == ("cancelled", True)
+    logged = await house.leave("on")
+    assert '"lookahead": true' in logged
+    assert '"lookahead": false' in await house.leave("off")

@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 from services.executor.native.library import why_not
-from shared.config import CommonSettings
 from shared.errors import RyzansteinError
 from shared.messages import GenerationRequest, Heartbeat, SamplingParams, SparseAttention
-from shared.nats.bus import Bus
-from tests.integration.executor.rings import CONTEXT, VOCABULARY, Rings, request_of, rings
+from tests.integration.executor.rings import VOCABULARY, Rings, make_served_model, request_of
 from tests.unit.executor.cpu.exact_ring import needs_disk
-from tests.unit.executor.model.tiny import make_model
-from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 PAGES = SparseAttention(threshold=64, sinks=8, recent=16, budget=32, share=0.0, dense_layers=1)
 MEMORY = {"file": "2097152", "memory": "0"}  # bytes of the file, by group
@@ -47,13 +43,8 @@ def cut_files(house: Rings, group: str) -> int:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """One for the native kernels."""
     needs_disk(tmp_path)
-    sizes = {"head_dim": 32, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
-    directory = make_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, **sizes)
-    for name, content in tiny_files().items():
-        (directory / name).write_bytes(content)
-    return directory
+    return make_served_model(tmp_path / "model", head_dim=32, num_hidden_layers=3)
 
 
 def names_in(directory: Path) -> list[str]:
@@ -62,32 +53,29 @@ def names_in(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-async def test_a_group_reads_blocks_from_a_file_and_outlives_it(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, model: Path
-) -> None:
+async def test_a_group_reads_blocks_from_a_file_and_outlives_it(house: Rings, tmp_path: Path, model: Path) -> None:
     disk, texts = tmp_path / "disk", {}
-    async with rings(bus, nats_settings, tmp_path) as house:
-        for group, size in MEMORY.items():
-            own = ("--tp", "2", "--collectives", "shm", "--dtype", "bf16", "--sparse-attention")
-            own += ("--kv-mapped-memory", size, "--kv-disk-directory", str(disk), "--max-sequences", "4")
-            await house.begin(group, model, *own, "--max-batch-tokens", "64", memory=8 << 20)
-            await house.ready(group, timeout=90)
-            await house.hand_in(group, requests_of(group))
-            texts[group] = await house.texts(requests_of(group))
-        assert texts["file"] == texts["memory"]
-        assert all(tokens for tokens, _ in texts["file"])
-        assert not names_in(disk), "a file that has a name outlives its process"
-        assert "kv_blocks_mapped" in house.processes["file"].log.read_text()
+    for group, size in MEMORY.items():
+        own = ("--tp", "2", "--collectives", "shm", "--dtype", "bf16", "--sparse-attention")
+        own += ("--kv-mapped-memory", size, "--kv-disk-directory", str(disk), "--max-sequences", "4")
+        await house.begin(group, model, *own, "--max-batch-tokens", "64", memory=8 << 20)
+        await house.ready(group, timeout=90)
+        await house.hand_in(group, requests_of(group))
+        texts[group] = await house.texts(requests_of(group))
+    assert texts["file"] == texts["memory"]
+    assert all(tokens for tokens, _ in texts["file"])
+    assert not names_in(disk), "a file that has a name outlives its process"
+    assert "kv_blocks_mapped" in house.processes["file"].log.read_text()
 
-        process = house.processes["file"]
-        epoch = max(beat.group.epoch for beat in process.beats if beat.group is not None)
-        assert cut_files(house, "file") == 2
-        with contextlib.suppress(RyzansteinError):  # what it says may be lost with it
-            await house.hand_in("file", requests_of("file", 4))
+    process = house.processes["file"]
+    epoch = max(beat.group.epoch for beat in process.beats if beat.group is not None)
+    assert cut_files(house, "file") == 2
+    with contextlib.suppress(RyzansteinError):  # what it says may be lost with it
+        await house.hand_in("file", requests_of("file", 4))
 
-        def is_back(beat: Heartbeat) -> bool:
-            return beat.group is not None and beat.group.state == "ready" and beat.group.epoch > epoch
+    def is_back(beat: Heartbeat) -> bool:
+        return beat.group is not None and beat.group.state == "ready" and beat.group.epoch > epoch
 
-        await process.wait_for(is_back, timeout=90)
-        await house.hand_in("file", requests_of("file", 8))
-        assert await house.texts(requests_of("file", 8)) == texts["file"]
+    await process.wait_for(is_back, timeout=90)
+    await house.hand_in("file", requests_of("file", 8))
+    assert await house.texts(requests_of("file", 8)) == texts["file"]

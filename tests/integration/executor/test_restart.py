@@ -11,12 +11,8 @@ import psutil
 import pytest
 
 from services.executor.native.library import why_not
-from shared.config import CommonSettings
 from shared.messages import Heartbeat, SamplingParams
-from shared.nats.bus import Bus
-from tests.integration.executor.rings import CONTEXT, VOCABULARY, Rings, request_of, rings
-from tests.unit.executor.model.tiny import make_model
-from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+from tests.integration.executor.rings import Rings, make_served_model, request_of
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}"),
@@ -104,57 +100,48 @@ class Restarted:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """One for the native kernels."""
-    directory = make_model(
-        tmp_path / "model", "llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, eos_token_id=1, head_dim=32
-    )
-    for name, content in tiny_files().items():
-        (directory / name).write_bytes(content)
-    return directory
+    return make_served_model(tmp_path / "model", head_dim=32)
 
 
 @pytest.mark.slow
-async def test_a_ring_comes_back_by_what_was_kept(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, model: Path
-) -> None:
-    async with rings(bus, nats_settings, tmp_path) as house:
-        ring = Restarted(house, tmp_path / "cache" / ".packed")
-        await ring.begin(model)
-        text = await ring.text()
-        assert len(text) == 12
-        await ring.until("weights_kept", TP)
-        files = sorted(ring.cache.glob("*.packed"))
-        assert len(files) == TP
-        [server] = ring.fork_servers
-        assert "services.executor.supervisor.ranks.fork_server" in server.cmdline()
-        assert all("services.executor.rank" in rank.cmdline() for rank in ring.ranks)
-        assert {rank.ppid() for rank in ring.ranks} == {ring.executor.pid}
+async def test_a_ring_comes_back_by_what_was_kept(house: Rings, tmp_path: Path, model: Path) -> None:
+    ring = Restarted(house, tmp_path / "cache" / ".packed")
+    await ring.begin(model)
+    text = await ring.text()
+    assert len(text) == 12
+    await ring.until("weights_kept", TP)
+    files = sorted(ring.cache.glob("*.packed"))
+    assert len(files) == TP
+    [server] = ring.fork_servers
+    assert "services.executor.supervisor.ranks.fork_server" in server.cmdline()
+    assert all("services.executor.rank" in rank.cmdline() for rank in ring.ranks)
+    assert {rank.ppid() for rank in ring.ranks} == {ring.executor.pid}
 
-        await ring.kill_a_rank()
-        assert ring.fork_servers == [server], "one for all ranks, and the same as before"
-        weights = [line["weights"] for line in ring.logged("computing_with_native_kernels")]
-        assert weights == ["packed here"] * TP + ["cached"] * TP
-        assert await ring.text() == text
+    await ring.kill_a_rank()
+    assert ring.fork_servers == [server], "one for all ranks, and the same as before"
+    weights = [line["weights"] for line in ring.logged("computing_with_native_kernels")]
+    assert weights == ["packed here"] * TP + ["cached"] * TP
+    assert await ring.text() == text
 
-        # What is on the disk is damaged, and there is no fork server.
-        for file in files:
-            content = bytearray(file.read_bytes())
-            content[len(content) // 3] ^= 1
-            file.write_bytes(content)
-        server.kill()
-        await ring.kill_a_rank()
-        weights = [line["weights"] for line in ring.logged("computing_with_native_kernels")]
-        assert weights[2 * TP :] == ["packed here"] * TP
-        assert len(ring.logged("weight_cache_damaged")) == TP
-        assert await ring.text() == text
-        [another] = ring.fork_servers
-        assert another.pid != server.pid
-        await ring.until("weights_kept", 2 * TP)
+    # What is on the disk is damaged, and there is no fork server.
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 3] ^= 1
+        file.write_bytes(content)
+    server.kill()
+    await ring.kill_a_rank()
+    weights = [line["weights"] for line in ring.logged("computing_with_native_kernels")]
+    assert weights[2 * TP :] == ["packed here"] * TP
+    assert len(ring.logged("weight_cache_damaged")) == TP
+    assert await ring.text() == text
+    [another] = ring.fork_servers
+    assert another.pid != server.pid
+    await ring.until("weights_kept", 2 * TP)
 
-        # Nothing of a model stays in what forks.
-        await ring.kill_a_rank()
-        assert ring.fork_servers == [another]
-        assert await ring.text() == text
-        assert another.num_threads() == 1
-        assert not [one for one in ring.executor.children() if one.status() == psutil.STATUS_ZOMBIE]
-        assert not ring.logged("fork_server_not_used")
+    # Nothing of a model stays in what forks.
+    await ring.kill_a_rank()
+    assert ring.fork_servers == [another]
+    assert await ring.text() == text
+    assert another.num_threads() == 1
+    assert not [one for one in ring.executor.children() if one.status() == psutil.STATUS_ZOMBIE]
+    assert not ring.logged("fork_server_not_used")

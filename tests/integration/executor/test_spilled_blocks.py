@@ -8,10 +8,8 @@ import pytest
 
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 from services.executor.kv_cache.spill_file import HEADER_BYTES, Records
-from shared.config import CommonSettings
 from shared.messages import GenerationRequest, Heartbeat, SamplingParams
-from shared.nats.bus import Bus
-from tests.integration.executor.rings import BLOCK, MODEL, Rings, Session, make_served_model, rings
+from tests.integration.executor.rings import BLOCK, MODEL, Rings, Session, make_served_model
 from tests.unit.executor.model.lanes import in_lanes
 
 GROUP = "g"
@@ -84,21 +82,20 @@ async def end(house: Rings, model: Path, directory: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", in_lanes(["killed rank", "killed", "drained"], (), ["killed rank"]))
 async def test_a_long_text_comes_back_from_the_disk_of_a_ring_that_is_gone(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, how: str
+    house: Rings, tmp_path: Path, how: str
 ) -> None:
     model, directory = make_served_model(tmp_path / "model"), tmp_path / "kv"
-    async with rings(bus, nats_settings, tmp_path) as house:
-        await house.begin(GROUP, model, *options(directory), memory=MEMORY)
-        await house.begin("h", model, "--tp", str(TP), "--kv-dtype", "int8")
-        await house.ready(GROUP, "h")
-        session = Session(house, "long")
-        assert await session.turn(GROUP, 800) == 0
-        await spill(house, directory, session)
-        await end(house, model, directory, how)
-        reusable = session.reusable
-        assert reusable >= 800
-        assert await session.turn(GROUP, 20, answer=12) == reusable
-        assert await undisturbed(house, session, 12) == session.tokens[-12:]
-        log = house.processes[GROUP].log.read_text()
-        assert log.count('"event": "kv_spill_recovered"') >= TP
-        assert "kv_spill_discarded" not in log
+    await house.begin(GROUP, model, *options(directory), memory=MEMORY)
+    await house.begin("h", model, "--tp", str(TP), "--kv-dtype", "int8")
+    await house.ready(GROUP, "h")
+    session = Session(house, "long")
+    assert await session.turn(GROUP, 800) == 0
+    await spill(house, directory, session)
+    await end(house, model, directory, how)
+    reusable = session.reusable
+    assert reusable >= 800
+    assert await session.turn(GROUP, 20, answer=12) == reusable
+    assert await undisturbed(house, session, 12) == session.tokens[-12:]
+    log = house.processes[GROUP].log.read_text()
+    assert log.count('"event": "kv_spill_recovered"') >= TP
+    assert "kv_spill_discarded" not in log

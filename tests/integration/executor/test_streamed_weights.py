@@ -10,19 +10,14 @@ from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages import GroupTraits, SamplingParams
 from shared.nats.bus import Bus
-from tests.integration.executor.rings import CONTEXT, VOCABULARY, request_of, rings
-from tests.unit.executor.model.tiny import make_model
+from tests.integration.executor.rings import make_served_model, request_of, rings
 from tests.unit.executor.worker.test_weights import share_of
-from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 async def test_a_group_streams_weights_and_says_so(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
-    sizes = {"head_dim": 32, "num_hidden_layers": 6, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
-    model = make_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, **sizes)
-    for name, content in tiny_files().items():
-        (model / name).write_bytes(content)
+    model = make_served_model(tmp_path / "model", head_dim=32, num_hidden_layers=6)
     cache = tmp_path / "packed"
     kept = {"weight_cache_directory": cache, "weight_cache_bytes": 1 << 30, "kv_memory": 4 << 20}
     with pytest.raises(ConfigurationError) as refused:
@@ -36,7 +31,6 @@ async def test_a_group_streams_weights_and_says_so(bus: Bus, nats_settings: Comm
             own += ("--weight-cache-bytes", str(1 << 30), "--dtype", "bf16")
             await house.begin(group, model, *own)
             beat = (await house.processes[group].wait_ready()).group
-            assert beat is not None
             assert beat.traits == GroupTraits(["window"], engine=RING)
             assert (beat.streamed is not None) is (group == "part")
             if beat.streamed is not None:

@@ -56,7 +56,6 @@ async def suspending(how: str) -> tuple[asyncio.subprocess.Process, list[int]]:
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # whoever gets its children is then in another one
     )
-    assert executor.stdout is not None
     return executor, [int(word) for word in (await executor.stdout.readline()).split()]
 
 

@@ -84,7 +84,6 @@ class Cluster:
 
     async def job(self, job: str, tenant: str = TENANT) -> TrainingJob:
         entry = await self.jobs.get(tenant, job)
-        assert entry is not None
         return entry.value
 
     async def until(self, job: str, holds: Callable[[TrainingJob], bool], tenant: str = TENANT) -> TrainingJob:
@@ -105,7 +104,6 @@ class Cluster:
     async def change(self, job: str, change: Callable[[TrainingJob], TrainingJob]) -> None:
         while True:
             entry = await self.jobs.get(TENANT, job)
-            assert entry is not None
             if await self.jobs.update(entry.key, change(entry.value), entry.revision) is not None:
                 return
 

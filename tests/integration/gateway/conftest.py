@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -85,6 +86,14 @@ async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with gateway.openai() as made:
+        yield made
+
+
+@pytest.fixture
+async def claude(gateway: RunningGateway) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    """Anthropic's client."""
+    url = gateway.url
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
         yield made
 
 

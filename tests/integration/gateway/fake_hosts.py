@@ -1,9 +1,19 @@
 """The scheduler that decides and the executors that obey it, as far as a gateway sees them: buckets alone."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from shared.messages import HostBeat, HostModel, HostRecord, ModelDemand, ModelPlacement, ModelSpec
+from shared.messages import (
+    HostBeat,
+    HostCommand,
+    HostModel,
+    HostRecord,
+    HostReply,
+    ModelDemand,
+    ModelPlacement,
+    ModelSpec,
+)
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -33,6 +43,12 @@ class FakeHosts:
         """What a host's heartbeat tells of models."""
         beat = HostBeat(memory=100, models=list(models), takes_models=True)
         await self.hosts.put(instance, HostRecord(instance, beat, "ready"))
+
+    async def obey(self, answer: Callable[[Any], Awaitable[HostReply | None]]) -> None:
+        """There is a host that takes models, and answers what it is told."""
+        await self.say()
+        await self.bus.subscribe(subjects.host_control("host-1"), HostCommand, answer)  # type: ignore[arg-type]
+        await self.bus.flush()
 
     async def place(self, model: str, **fields: Any) -> None:
         await self.placements.put(model, ModelPlacement(model, **fields))

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -24,11 +25,13 @@ from shared.messages import (
     ModelCard,
     TokenEntry,
     TokenFrame,
+    TokenizerBundle,
     TokenLogprobs,
 )
 from shared.nats import subjects
-from shared.nats.bus import Bus
+from shared.nats.bus import Bus, encode
 from shared.nats.kv import Bucket
+from shared.nats.objects import Objects
 
 MODEL = "org/stub-model"
 Behaviour = Callable[["FakeRing", GenerationRequest], Awaitable[None]]
@@ -60,6 +63,41 @@ def saying(text: str) -> Behaviour:
 
 async def silence(ring: "FakeRing", request: GenerationRequest) -> None:
     """Accepts and never answers."""
+
+
+def beginning(text: bytes) -> Behaviour:
+    """Says so much, and no more."""
+
+    async def behave(ring: "FakeRing", request: GenerationRequest) -> None:
+        await ring.emit(request, 0, list(text))
+
+    return behave
+
+
+def halting(
+    then: Callable[["FakeRing"], Awaitable[None]], behind: bytes = b"Hello", again: Behaviour = say
+) -> Behaviour:
+    """The first attempt goes no further than these tokens, behind which `then` is done; later ones do as `again`."""
+
+    async def behave(ring: "FakeRing", request: GenerationRequest) -> None:
+        if request.attempt:
+            await again(ring, request)
+            return
+        await ring.emit(request, 0, list(behind))
+        await then(ring)
+
+    return behave
+
+
+def failing(code: str, message: str, *, behind: bytes = b"", retryable: bool = False) -> Behaviour:
+    """Ends with an error, behind these tokens."""
+
+    async def behave(ring: "FakeRing", request: GenerationRequest) -> None:
+        if behind:
+            await ring.emit(request, 0, list(behind))
+        await ring.emit(request, len(behind), [], finish="error", error=(code, message, retryable))
+
+    return behave
 
 
 class FakeRing:
@@ -97,6 +135,11 @@ class FakeRing:
         models = await Bucket.open(self.bus, subjects.MODELS_BUCKET, ModelCard)
         await models.put(card.model, card)
 
+    async def add_tokenizer(self, name: str, files: dict[str, bytes]) -> None:
+        store = Objects(self.bus, subjects.TOKENIZERS_STORE)
+        await store.open()
+        await store.put(name, encode(TokenizerBundle(files)))
+
     async def put_record(
         self, state: str, *, model: str = MODEL, running: int = 0, waiting: int = 0, at: float = 0.0
     ) -> None:
@@ -124,6 +167,10 @@ class FakeRing:
     async def die(self) -> None:
         """Everything in the ring is lost; the monitor says so."""
         await self.stop()
+        await self.lose()
+
+    async def lose(self) -> None:
+        """The monitor says that this life of the ring is over; the next one goes on."""
         await self.event("down")
         self.epoch += 1
 
@@ -137,23 +184,21 @@ class FakeRing:
         cached: int = 0,
         error: tuple[str, str, bool] | None = None,
         group: str | None = None,
-        computed: int = 0,
+        **fields: Any,
     ) -> None:
-        """One frame with one entry; `error`: (code, message, retryable)."""
+        """One frame with one entry; `error`: (code, message, retryable); `fields`: others of the entry."""
         code, message, retryable = error or ("", "", False)
         self._step += 1
+        told = {"logprobs": self._logprobs(request, tokens), "error_code": code, "error": message} | fields
         entry = TokenEntry(
             request.generation_id,
             request.attempt,
             position,
             list(tokens),
             finish=finish,
-            logprobs=self._logprobs(request, tokens),
             cached_tokens=cached,
-            error_code=code,
-            error=message,
             retryable=retryable,
-            computed=computed,
+            **told,
         )
         frame = TokenFrame(self.group if group is None else group, self.epoch, self._step, [entry])
         await self.bus.publish(subjects.tokens(request.consumer), frame)

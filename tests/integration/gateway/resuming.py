@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,21 +13,44 @@ from tests.integration.gateway.fake_ring import FakeRing
 Event = tuple[str, str]  # data and id
 
 
-async def read_events(response: httpx.Response, characters: int | None = None) -> list[Event]:
-    """Events of a stream until its first choice has as many `characters`, or all to its end."""
-    found: list[Event] = []
+async def events_of(response: httpx.Response) -> AsyncIterator[Event]:
     data, identity = "", ""
     async for line in response.aiter_lines():
         if line.startswith("data: "):
             data = line.removeprefix("data: ")
         elif line.startswith("id: "):
             identity = line.removeprefix("id: ")
-        elif not line:
-            found.append((data, identity))
+        elif not line and data:
+            yield data, identity
             data, identity = "", ""
-            if characters is not None and len(text_of(found)) >= characters:
-                break
+
+
+async def read_events(response: httpx.Response, characters: int | None = None) -> list[Event]:
+    """Events of a stream until its first choice has as many `characters`, or all to its end."""
+    found: list[Event] = []
+    async for event in events_of(response):
+        found.append(event)
+        if characters is not None and len(text_of(found)) >= characters:
+            break
     return found
+
+
+async def streamed(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], characters: int | None = None, **options: Any
+) -> list[Event]:
+    """As `read_events`, of a request; then the client goes."""
+    async with http.stream("POST", path, json=body, **options) as response:
+        assert response.status_code == 200, await response.aread()
+        return await read_events(response, characters)
+
+
+async def resumed(http: httpx.AsyncClient, identity: str, last: str = "") -> list[Event]:
+    """What a generation's stream has behind the event `last`."""
+    headers = {"Last-Event-ID": last} if last else {}
+    async with http.stream("GET", f"/v1/generations/{identity}/stream", headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return await read_events(response)
 
 
 def text_of(events: list[Event], choice: int = 0) -> str:

@@ -11,22 +11,15 @@ import httpx
 import pytest
 
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest, TokenizerBundle
-from shared.nats import subjects
-from shared.nats.bus import Bus, encode
-from shared.nats.objects import Objects
+from shared.messages import GenerationRequest
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
+from tests.processes import nats_variables
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 
 async def start(nats: CommonSettings, *options: str) -> asyncio.subprocess.Process:
-    environment = os.environ | {
-        "RYZANSTEIN_NATS_URL": nats.nats_url,
-        "RYZANSTEIN_NATS_USER": nats.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": nats.nats_password.get_secret_value(),
-        "RYZANSTEIN_LOG_FORMAT": "console",
-    }
+    environment = os.environ | nats_variables(nats) | {"RYZANSTEIN_LOG_FORMAT": "console"}
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.gateway", *options, env=environment, stderr=asyncio.subprocess.PIPE
     )
@@ -38,7 +31,6 @@ async def test_it_starts_answers_and_stops_on_a_signal(nats_settings: CommonSett
         port = probe.getsockname()[1]
     process = await start(nats_settings, "--port", str(port))
     try:
-        assert process.stderr is not None
         while b"ready" not in (line := await process.stderr.readline()):
             assert line, "the gateway ended at its start"
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
@@ -86,10 +78,8 @@ async def test_a_taken_port_is_named(nats_settings: CommonSettings) -> None:
     assert f"Port {port} on 127.0.0.1 is taken".encode() in shown
 
 
-async def test_a_model_with_a_tokenizer_of_its_own(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> None:
-    store = Objects(bus, subjects.TOKENIZERS_STORE)
-    await store.open()
-    await store.put("tiny", encode(TokenizerBundle(tiny_files())))
+async def test_a_model_with_a_tokenizer_of_its_own(http: httpx.AsyncClient, ring: FakeRing) -> None:
+    await ring.add_tokenizer("tiny", tiny_files())
     await ring.add_model(stub_card("tiny", tokenizer="tiny", vocab_size=258, eos_token_ids=[1]))
     await until_listed(http, "tiny")
 
@@ -111,11 +101,8 @@ async def test_a_model_with_a_tokenizer_of_its_own(http: httpx.AsyncClient, ring
     assert "\ufffd" not in streamed.text.replace('"token":"\ufffd"', "")
 
 
-async def test_a_broken_tokenizer_is_a_fault_of_ours(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> None:
-    broken = TokenizerBundle({"tokenizer.json": b"{}"})
-    store = Objects(bus, subjects.TOKENIZERS_STORE)
-    await store.open()
-    await store.put("broken", encode(broken))
+async def test_a_broken_tokenizer_is_a_fault_of_ours(http: httpx.AsyncClient, ring: FakeRing) -> None:
+    await ring.add_tokenizer("broken", {"tokenizer.json": b"{}"})
     await ring.add_model(stub_card("broken", tokenizer="broken"))
     await until_listed(http, "broken")
     answer = await http.post("/v1/completions", json={"model": "broken", "prompt": "x"})

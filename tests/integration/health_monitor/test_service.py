@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +24,7 @@ from shared.messages import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.processes import service_process
 from tests.running import running
 
 LOAD = GroupLoad(running=1, free_blocks=3, total_blocks=4)
@@ -165,7 +164,7 @@ async def test_hosts_are_written_and_forgotten_as_services_are(bus: Bus, nats_se
 
 @pytest.mark.slow
 async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
-    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+    nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
     async with monitor(nats_settings) as service:
         executor.start()
@@ -214,7 +213,7 @@ async def test_load_follows_without_a_change_of_state(
 
 
 async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
-    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
+    nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
     async with monitor(nats_settings):
         executor.start()
@@ -226,7 +225,7 @@ async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
     assert seen.events == [("g", 1, "up"), ("g", 1, "down")]
 
 
-async def test_two_monitors_agree(bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
+async def test_two_monitors_agree(nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
     async with monitor(nats_settings) as first, monitor(nats_settings) as second:
         executor.start()
         await seen.until_state("g", "ready")
@@ -252,26 +251,12 @@ async def test_metrics_are_served(nats_settings: CommonSettings, seen: Seen, exe
 
 
 async def test_the_process_starts_and_ends_in_order(
-    nats_settings: CommonSettings, seen: Seen, executor: Executor
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, executor: Executor
 ) -> None:
-    environment = {
-        **os.environ,
-        "RYZANSTEIN_NATS_URL": nats_settings.nats_url,
-        "RYZANSTEIN_NATS_USER": nats_settings.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": nats_settings.nats_password.get_secret_value(),
-    }
-    options = ["--instance", "monitor", "--beat-interval", "0.05"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.health_monitor", *options, env=environment
-    )
-    try:
+    module = "services.health_monitor"
+    async with service_process(bus, nats_settings, module, tmp_path, instance="monitor", forked=False) as process:
         executor.start()
         await seen.until_state("g", "ready")
         await seen.until(lambda: "monitor" in seen.services and seen.services["monitor"].state == "ready")
-        assert seen.services["monitor"].pid == process.pid
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 15) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        assert seen.services["monitor"].pid == process.process.pid
+        assert await process.end() == 0

@@ -155,6 +155,11 @@ class House:
         await self.bus.publish_durable(subjects.intake(lane, request.model), request)
         return request
 
+    async def ask_all(self, count: int, **fields: Any) -> None:
+        """So many, named by their numbers."""
+        for number in range(count):
+            await self.ask(str(number), **fields)
+
     async def event(self, leader: Leader, kind: str) -> None:
         event = GroupEvent(leader.name, MODEL, leader.epoch, kind)  # type: ignore[arg-type]
         await self.bus.publish(subjects.HEALTH_EVENTS, event)

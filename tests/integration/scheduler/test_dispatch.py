@@ -127,8 +127,7 @@ async def test_a_refused_request_goes_to_another_group(house: House) -> None:
     full, free = await house.leader("full"), await house.leader("free")
     full.refuse = lambda request: Refusal(request.generation_id, "queue_full", "Full.")
     async with house.scheduler():
-        for index in range(6):
-            await house.ask(str(index))
+        await house.ask_all(6)
         await house.until(lambda: len(free.requests) == 6)
         await house.until_settled()
     assert full.requests == []
@@ -170,8 +169,7 @@ async def test_a_silent_leader_is_passed_over(house: House) -> None:
     silent, other = await house.leader("silent"), await house.leader("zother")
     silent.silent = True
     async with house.scheduler():
-        for index in range(4):
-            await house.ask(str(index))
+        await house.ask_all(4)
         await house.until(lambda: sorted(other.ids) == ["0", "1", "2", "3"])
         await house.until_settled()
 
@@ -180,8 +178,7 @@ async def test_a_leader_that_died_unnoticed_is_passed_over_at_once(house: House)
     dead, other = await house.leader("dead"), await house.leader("other")
     async with house.scheduler(dispatch_timeout=60):
         await dead.stop()
-        for index in range(4):
-            await house.ask(str(index))
+        await house.ask_all(4)
         await house.until(lambda: sorted(other.ids) == ["0", "1", "2", "3"], 5)
 
 
@@ -201,8 +198,7 @@ async def test_groups_that_are_not_up_get_nothing(house: House) -> None:
         for state in ("starting", "hung", "draining", "gone", "busy")
     }
     async with house.scheduler():
-        for index in range(10):
-            await house.ask(str(index))
+        await house.ask_all(10)
         await house.until(lambda: len(leaders["busy"].requests) == 10)
     assert {state for state, leader in leaders.items() if leader.batches} == {"busy"}
 
@@ -212,8 +208,7 @@ async def test_an_event_counts_before_the_record(house: House) -> None:
     async with house.scheduler():
         await house.event(lost, "down")
         await house.bus.flush()
-        for index in range(6):
-            await house.ask(str(index))
+        await house.ask_all(6)
         await house.until(lambda: len(other.requests) == 6)
     assert lost.batches == []
 
@@ -223,8 +218,7 @@ async def test_the_less_loaded_group_is_preferred(house: House) -> None:
     busy.load = GroupLoad(running=8, waiting=8, waiting_tokens=5000, free_blocks=50, total_blocks=100)
     await busy.record("busy")
     async with house.scheduler():
-        for index in range(10):
-            await house.ask(str(index))
+        await house.ask_all(10)
         await house.until(lambda: len(idle.requests) == 10)
     assert not any(busy.batches), "more than the question whether a full ring has room"
 
@@ -233,8 +227,7 @@ async def test_while_a_batch_is_under_way_the_next_one_gathers(house: House) -> 
     leader = await house.leader()
     leader.hold = asyncio.Event()
     async with house.scheduler(dispatch_timeout=30) as service:
-        for index in range(50):
-            await house.ask(str(index))
+        await house.ask_all(50)
         await house.until_lanes(service._metrics.received, {"interactive": 50})
         leader.hold.set()
         await house.until(lambda: len(leader.requests) == 50)
@@ -247,8 +240,7 @@ async def test_large_requests_travel_in_batches_that_the_broker_takes(house: Hou
     leader.hold = asyncio.Event()
     large = [70_000] * (house.bus.max_payload // 18)
     async with house.scheduler(dispatch_timeout=30) as service:
-        for index in range(9):
-            await house.ask(str(index), prompt=large)
+        await house.ask_all(9, prompt=large)
         await house.until_lanes(service._metrics.received, {"interactive": 9})
         leader.hold.set()
         await house.until(lambda: len(leader.requests) == 9)
@@ -287,8 +279,7 @@ async def test_consumers_are_shared_and_bounded_by_the_scheduler_alone(house: Ho
     leader.hold = asyncio.Event()
     # No request is lost to the scheduler while the machine is busy: it would come back in another order.
     async with house.scheduler(held_requests=5, ack_wait=60, dispatch_timeout=30) as service:
-        for index in range(20):
-            await house.ask(str(index), lane="batch")
+        await house.ask_all(20, lane="batch")
         await house.until_lanes(service._metrics.received, {"batch": 5})
         info = await bus.jetstream().consumer_info(subjects.INTAKE_STREAM, "scheduler-batch")
         assert info.num_ack_pending == 5
@@ -303,8 +294,7 @@ async def test_what_is_gathered_for_a_lost_group_goes_elsewhere(house: House) ->
     lost = await house.leader("lost")
     lost.hold = asyncio.Event()
     async with house.scheduler(dispatch_timeout=1.0) as service:
-        for index in range(10):
-            await house.ask(str(index))
+        await house.ask_all(10)
         await house.until_lanes(service._metrics.received, {"interactive": 10})
         other = await house.leader("other")
         await house.event(lost, "down")

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,65 +13,25 @@ from services.cli.supervision.nats_server import LocalNats
 from services.scheduler import intake
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings
-from shared.messages import LANES, Heartbeat
+from shared.messages import LANES
 from shared.nats import bus as bus_module
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.scheduler.cluster_fixture import House, scheduler
-
-
-class Process:
-    """`python -m services.scheduler`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.process = process
-        self.log = log
-
-    async def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return await asyncio.wait_for(self.process.wait(), 15)
+from tests.processes import ServiceProcess, service_process
 
 
 @pytest.fixture(params=[60])
 async def process(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[Process]:
+) -> AsyncIterator[ServiceProcess]:
     """A scheduler process that is ready; the parameter is its `ack_wait`."""
-    ready = asyncio.Event()
-
-    async def on_beat(beat: Heartbeat) -> None:
-        if beat.instance == "victim" and beat.state == "ready":
-            ready.set()
-
-    await bus.subscribe(subjects.beats("scheduler", "victim"), Heartbeat, on_beat)
-    environment = {
-        **os.environ,
-        "RYZANSTEIN_NATS_URL": nats_settings.nats_url,
-        "RYZANSTEIN_NATS_USER": nats_settings.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": nats_settings.nats_password.get_secret_value(),
-    }
-    log = tmp_path / "scheduler.log"
-    options = [
-        "--instance",
-        "victim",
-        "--ack-wait",
-        str(request.param),
-        "--beat-interval",
-        "0.05",
-        "--log-format",
-        "json",
-    ]
-    with log.open("wb") as log_file:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.scheduler", *options, env=environment, stderr=log_file
-        )
-    try:
-        await asyncio.wait_for(ready.wait(), 30)
-        yield Process(child, log)
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
+    options = ("--ack-wait", str(request.param), "--log-format", "json")
+    async with service_process(
+        bus, nats_settings, "services.scheduler", tmp_path, *options, instance="victim"
+    ) as running:
+        await running.wait_ready()
+        yield running
 
 
 async def held(bus: Bus) -> int:
@@ -88,7 +46,7 @@ async def until_held(bus: Bus, count: int) -> None:
 
 
 @pytest.mark.parametrize("process", [1], indirect=True)
-async def test_a_killed_schedulers_requests_go_to_another_one(house: House, bus: Bus, process: Process) -> None:
+async def test_a_killed_schedulers_requests_go_to_another_one(house: House, bus: Bus, process: ServiceProcess) -> None:
     await house.ask("a")
     await house.ask("b")
     await until_held(bus, 2)
@@ -100,7 +58,9 @@ async def test_a_killed_schedulers_requests_go_to_another_one(house: House, bus:
         assert service._metrics.redelivered._value.get() == 2
 
 
-async def test_a_leaving_scheduler_hands_its_requests_back_at_once(house: House, bus: Bus, process: Process) -> None:
+async def test_a_leaving_scheduler_hands_its_requests_back_at_once(
+    house: House, bus: Bus, process: ServiceProcess
+) -> None:
     await house.ask("a", session="s")
     await until_held(bus, 1)
     assert await process.end(signal.SIGTERM) == 0
@@ -110,7 +70,7 @@ async def test_a_leaving_scheduler_hands_its_requests_back_at_once(house: House,
         await house.until_settled()
 
 
-async def test_each_dispatch_is_logged_with_its_request_id(house: House, bus: Bus, process: Process) -> None:
+async def test_each_dispatch_is_logged_with_its_request_id(house: House, process: ServiceProcess) -> None:
     leader = await house.leader()
     await house.ask("a", request_id="from the client")
     await house.until(lambda: leader.ids == ["a"])
@@ -134,13 +94,16 @@ async def test_two_schedulers_share_the_work_and_lose_none_when_one_leaves(house
     assert sorted({name for leader in leaders for name in leader.ids}, key=int) == [str(index) for index in range(100)]
 
 
-async def test_a_lost_connection_is_taken_up_again(house: House, bus: Bus) -> None:
+@pytest.mark.parametrize("lost", ["connection", "consumer"])
+async def test_what_was_lost_is_taken_up_again(house: House, bus: Bus, lost: str) -> None:
     leader = await house.leader()
     async with house.scheduler(ack_wait=0.5) as service:
         await house.ask("a")
         await house.until(lambda: leader.ids == ["a"])
-        # The socket dies; the client connects anew by itself, and pulls anew.
-        service.bus.client._transport.close()
+        if lost == "connection":  # the socket dies; the client connects anew by itself, and pulls anew
+            service.bus.client._transport.close()
+        else:
+            await bus.jetstream().delete_consumer(subjects.INTAKE_STREAM, "scheduler-interactive")
         await house.ask("b")
         await house.until(lambda: leader.ids == ["a", "b"])
 
@@ -163,16 +126,6 @@ async def test_a_scheduler_can_leave_while_nats_is_away(tmp_path: Path, monkeypa
         assert service.state == "gone"
     finally:
         await server.stop()
-
-
-async def test_a_consumer_that_was_deleted_is_made_again(house: House, bus: Bus) -> None:
-    leader = await house.leader()
-    async with house.scheduler():
-        await house.ask("a")
-        await house.until(lambda: leader.ids == ["a"])
-        await bus.jetstream().delete_consumer(subjects.INTAKE_STREAM, "scheduler-interactive")
-        await house.ask("b")
-        await house.until(lambda: leader.ids == ["a", "b"])
 
 
 async def test_metrics_are_served(house: House) -> None:

@@ -115,7 +115,6 @@ async def test_batch_work_fills_idle_places_only(house: House, load: GroupLoad, 
         await house.ask("i")
         if leader.hold is not None:
             group = service._table.get("g")
-            assert group is not None
             async with asyncio.timeout(10):
                 while group.sent_requests < sent + 1:
                     await house.bus.flush()

@@ -261,7 +261,6 @@ async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_
         await house.until_settled()
         await yard.register("b")
         models = service._models
-        assert models is not None
         async with asyncio.timeout(15):
             while models.removed("b"):
                 await yard.bus.flush()

@@ -65,45 +65,38 @@ async def test_the_bound_is_each_models_own(house: House) -> None:
     assert [(entry.generation_id, entry.error_code) for entry in house.entries] == [("dead2", "queue_full")]
 
 
+def fail_first(patch: pytest.MonkeyPatch, owner: Any, beginning: str, *errors: Exception) -> list[Exception]:
+    """Publications of `owner` to subjects that begin so fail with these; gives those that are still to come."""
+    patch.setattr(rejections, "RETRY_PAUSE", 0.01)
+    publish, left = owner.publish, [*errors]
+
+    async def failing(subject: str, *arguments: Any, **options: Any) -> None:
+        if subject.startswith(beginning) and left:
+            raise left.pop()
+        await publish(subject, *arguments, **options)
+
+    patch.setattr(owner, "publish", failing)
+    return left
+
+
 async def test_what_the_broker_does_not_take_is_tried_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejections, "RETRY_PAUSE", 0.01)
     async with house.scheduler() as service:
-        publish, failures = service.bus.publish, 3
-
-        async def fail_first(subject: str, message: object) -> None:
-            nonlocal failures
-            if subject.startswith("tokens.") and failures:
-                failures -= 1
-                raise BrokerUnavailable("Its buffer is full.")
-            await publish(subject, message)
-
-        monkeypatch.setattr(service.bus, "publish", fail_first)
-        for index in range(4):
-            await house.ask(str(index), deadline=1.0)
+        left = fail_first(monkeypatch, service.bus, "tokens.", *[BrokerUnavailable("Its buffer is full.")] * 3)
+        await house.ask_all(4, deadline=1.0)
         await house.until(lambda: len(house.entries) == 4)
         await house.until_settled()
-        assert failures == 0
+        assert not left
     assert sorted(entry.generation_id for entry in house.entries) == ["0", "1", "2", "3"]
 
 
 async def test_an_acknowledgement_that_fails_is_tried_again_without_a_second_word(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejections, "RETRY_PAUSE", 0.01)
     async with house.scheduler() as service:
-        publish, failures = service.bus.client.publish, 2
-
-        async def fail_first(subject: str, *arguments: Any, **options: Any) -> None:
-            nonlocal failures
-            if subject.startswith("$JS.ACK") and failures:
-                failures -= 1
-                raise OSError("The socket is full.")
-            await publish(subject, *arguments, **options)
-
-        monkeypatch.setattr(service.bus.client, "publish", fail_first)
+        left = fail_first(monkeypatch, service.bus.client, "$JS.ACK", *[OSError("The socket is full.")] * 2)
         await house.ask("a", deadline=1.0)
         await house.until_settled()
-        assert failures == 0
+        assert not left
     assert len(house.entries) == 1
 
 

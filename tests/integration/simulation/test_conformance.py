@@ -74,7 +74,6 @@ def test_a_difference_is_shown_with_the_steps_before_it(pairs: Pairs, tmp_path: 
         found = pairs.runner.run(compare(script("a stream", "nobody", *steps), pairs.of()[0], small))
     finally:
         pairs.runner.run(small.stop())
-    assert found is not None
     assert found.place == 0
     shown = str(found)
     assert "--> a: add_stream(name='S'" in shown

@@ -14,12 +14,11 @@ from shared.nats.bus import Bus
 from shared.nats.journal import from_moment, read_messages
 from shared.nats.streams import ensure_streams
 from tests.e2e.stack import run_cli
+from tests.processes import nats_variables
 
 
 def sla(nats: CommonSettings, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    password = nats.nats_password.get_secret_value()
-    environment = {"RYZANSTEIN_NATS_USER": nats.nats_user, "RYZANSTEIN_NATS_PASSWORD": password}
-    return run_cli("sla", *arguments, "--nats-url", nats.nats_url, **environment)
+    return run_cli("sla", *arguments, "--nats-url", nats.nats_url, **nats_variables(nats))
 
 
 async def fill(bus: Bus, count: int, size: int = 16) -> None:

@@ -16,6 +16,7 @@ from shared.nats.bus import Bus
 from tests.e2e.stack import run_cli
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.cluster_fixture import House, until_answered
+from tests.processes import nats_variables
 from tests.prometheus import PROMETHEUS, scraping, serving
 
 TOKENS = 12
@@ -102,11 +103,8 @@ async def start(house: House) -> None:
 def report(nats: CommonSettings, begin: float, end: float, *source: str) -> dict[str, Any]:
     """As a script gets it."""
     period = [datetime.fromtimestamp(at, UTC).isoformat() for at in (begin, end)]
-    environment = {
-        "RYZANSTEIN_NATS_USER": nats.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": nats.nats_password.get_secret_value(),
-    }
-    done = run_cli("sla", "--from", period[0], "--to", period[1], "--format", "json", *source, **environment)
+    arguments = ("--from", period[0], "--to", period[1], "--format", "json", *source)
+    done = run_cli("sla", *arguments, **nats_variables(nats))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -19,6 +19,7 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.cluster_fixture import House
 from tests.otlp import Collector
+from tests.processes import nats_variables
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -177,16 +178,11 @@ async def test_lines_of_a_batch_say_which(house: House) -> None:
 
 
 async def command(nats: LocalNats, *arguments: str) -> tuple[int, str]:
-    settings = nats.settings()
-    login = {
-        "RYZANSTEIN_NATS_USER": settings.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
-    }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.cli", "log-level", *arguments, "--nats-url", settings.nats_url),
+        *(sys.executable, "-m", "services.cli", "log-level", *arguments, "--nats-url", nats.url),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **login, "NO_COLOR": "1", "COLUMNS": "120"},
+        env={**os.environ, **nats_variables(nats.settings()), "NO_COLOR": "1", "COLUMNS": "120"},
     )
     output, _ = await process.communicate()
     return process.returncode or 0, output.decode()

@@ -56,7 +56,6 @@ def test_tenants_that_wait_all_the_time_are_served_within_one_quantum_and_one_re
         served.push(tenant, next(costs))
     for _ in range(rounds):
         item = served.serve()
-        assert item is not None
         served.push(item.tenant, next(supply[item.tenant]))
         for tenant in supply:
             assert 0 <= served.queue.balance(tenant) < 2 * QUANTUM

@@ -40,7 +40,6 @@ def test_the_choice_is_among_the_soonest_that_are_up_and_have_room(
     if not fit:
         assert decision is None
         return
-    assert decision is not None
     soonest = min(each.ttft.first_token(10) for each in fit)
     assert decision.group in fit
     assert decision.group.ttft.first_token(10) <= soonest * TOLERANCE
@@ -89,12 +88,10 @@ def test_sparse_attention_is_placed_with_those_who_compute_it(
     silent = [one for one in all_ if one.traits is None and not one.up]
     open_ = [one for one in all_ if one.takes]
     if any(one.takes for one in able):
-        assert decision is not None
         assert decision.group in able
     elif able or silent or not open_:
         assert decision is None
     else:
-        assert decision is not None
         assert decision.reason == "spilled"
 
 
@@ -119,7 +116,6 @@ def test_equal_groups_take_turns(groups: int, requests: int) -> None:
     counts = dict.fromkeys(map(str, range(groups)), 0)
     for _ in range(requests):
         decision = decide(table)
-        assert decision is not None
         table.reserve(decision.group, 10)
         table.release(decision.group, 10)
         counts[decision.group.name] += 1
@@ -131,7 +127,6 @@ def test_what_was_sent_counts_before_it_is_reported(tokens: list[int], groups: i
     table = table_of(*(group(str(index)) for index in range(groups)))
     for count in tokens:
         decision = decide(table, tokens=count)
-        assert decision is not None
         table.reserve(decision.group, count)
     times = [known(table, str(index)).ttft.seconds for index in range(groups)]
     assert max(times) <= min(times) * TOLERANCE + 2 * (64 + 60) / 4000
@@ -143,7 +138,6 @@ def test_faster_groups_get_more() -> None:
     table = table_of(group("fast", load=fast), group("slow", load=slow))
     for _ in range(40):
         decision = decide(table)
-        assert decision is not None
         table.reserve(decision.group, 10)
     assert 2.5 <= known(table, "fast").sent_requests / known(table, "slow").sent_requests <= 3.5
 
@@ -166,7 +160,6 @@ def test_a_sample_of_many_is_nearly_the_best() -> None:
     found = []
     for _ in range(200):
         decision = placement.choose(waiting("a"), None, 0.0)
-        assert decision is not None
         found.append(decision.group.load.running)
     assert sum(found) / len(found) < 5, "of 0 to 49"
 
@@ -267,7 +260,6 @@ def test_prompts_that_begin_alike_go_to_one_group_in_every_scheduler() -> None:
                 prompt = [beginning] * 280 + [rest] * 9
                 item = waiting("a", tokens=len(prompt), prefixes=prefixes("m", prompt))
                 decision = placement.choose(item, None, 0.0)
-                assert decision is not None
                 assert decision.reason == "prefix"
                 homes.add(decision.group.name)
         assert len(homes) == 1
@@ -334,7 +326,6 @@ def test_a_recovered_prompt_goes_where_its_longest_beginning_is(session: str) ->
     pin = SessionPin("a", 1) if session else None
     for _ in range(8):
         decision = placement.choose(waiting("x", attempt=1, session=session, **LONG), pin, 0.0)  # type: ignore[arg-type]
-        assert decision is not None
         assert decision.group.name == "c"
         assert decision.reason == ("moved" if session else "prefix")
 
@@ -348,14 +339,12 @@ def test_nobody_is_asked_for_a_beginning_who_is_gone_or_has_begun_anew_or_is_too
     chosen_names = set()
     for _ in range(8):
         decision = placement.choose(waiting("x", attempt=1, session="s", **LONG), None, 0.0)  # type: ignore[arg-type]
-        assert decision is not None
         decision.group.chosen += 1
         chosen_names.add(decision.group.name)
         assert decision.reason == "least_loaded"  # so that the session gets its pin
     assert "c" not in chosen_names
     sent(placement, "d", prefixes=PREFIXES[1:])
     decision = placement.choose(waiting("x", attempt=1, **LONG), None, 0.0)  # type: ignore[arg-type]
-    assert decision is not None
     assert (decision.group.name, decision.reason) == ("d", "prefix")
 
 

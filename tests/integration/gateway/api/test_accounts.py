@@ -8,18 +8,13 @@ import httpx
 import pytest
 import websockets
 
-from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, silence, until
 
 pytestmark = pytest.mark.usefixtures("no_trace")
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 8}
-
-
-async def fail_in_the_middle(ring: FakeRing, request: GenerationRequest) -> None:
-    await ring.emit(request, 0, [65])
-    await ring.emit(request, 1, [], finish="error", error=("unavailable", "It broke.", False))
+fail_in_the_middle = failing("unavailable", "It broke.", behind=b"A")
 
 
 async def counted(http: httpx.AsyncClient) -> dict[tuple[str, str, str], float]:
@@ -57,7 +52,7 @@ async def test_generations_over_websocket_are_requests(
         assert (await generate("a"))["type"] == "done"
         ring.behave = fail_in_the_middle
         assert (await generate("b"))["type"] == "error"
-        ring.behave = _never
+        ring.behave = silence
         waiting = asyncio.create_task(generate("c"))
         await until(lambda: len(ring.requests) == 3)
         await socket.send(json.dumps({"type": "cancel", "id": "c"}))
@@ -65,6 +60,3 @@ async def test_generations_over_websocket_are_requests(
     found = await counted(http)
     route = "/v1/stream"
     assert found == {(route, MODEL, "200"): 1, (route, MODEL, "503"): 1, (route, MODEL, "499"): 1}
-
-
-async def _never(ring: FakeRing, request: GenerationRequest) -> None: ...

@@ -57,7 +57,6 @@ async def test_curl_goes_on_at_another_gateway(
     async with gateway_process(bus, nats_settings, tmp_path, instance="first") as first:
         running = asyncio.create_task(bash(example("sh", "part.txt"), tmp_path, str(first.http.base_url), gateway.url))
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: [answer for answer in answers.all() if answer.readers], 30)
         (request,) = ring.requests
         for position in range(10, len(TEXT)):
@@ -96,7 +95,6 @@ async def test_python_survives_the_gateway(
         await until(lambda: "".join(texts) == TEXT[:10].decode(), 20)
         await first.process.end(signal.SIGKILL)
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: [answer for answer in answers.all() if answer.readers])
         (request,) = ring.requests
         for position in range(10, len(TEXT)):

@@ -12,9 +12,8 @@ from services.gateway.dialects.anthropic.dialect import ANTHROPIC
 from services.gateway.dialects.ollama.dialect import OLLAMA
 from services.gateway.dialects.registry import DIALECTS
 from shared.keys import NewKey
-from shared.messages import GenerationRequest, TokenEntry, TokenFrame
+from shared.messages import GenerationRequest
 from shared.nats.bus import Bus
-from shared.nats.subjects import tokens as tokens_of
 from tests.integration.gateway.api.test_metrics import samples
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.auth.test_limits import bearer, make
@@ -66,8 +65,7 @@ async def answer(ring: FakeRing, request: GenerationRequest) -> None:
         await say(ring, request)
         return
     vector = struct.pack("<2f", 0.6, 0.8) if request.embed else struct.pack("<f", 1.0)
-    entry = TokenEntry(request.generation_id, request.attempt, 0, [], "stop", vector=vector)
-    await ring.bus.publish(tokens_of(request.consumer), TokenFrame(ring.group, ring.epoch, 1, [entry]))
+    await ring.emit(request, 0, [], finish="stop", vector=vector)
 
 
 @pytest.fixture
@@ -132,8 +130,7 @@ async def test_a_lost_ring_is_made_good_and_counted_by_the_route(http: httpx.Asy
         await fake.emit(request, 0, [])
         begun.append(request.generation_id)
         if len(begun) == endpoint.prompts:
-            await fake.event("down")
-            fake.epoch += 1
+            await fake.lose()
 
     ring.behave = die_once
     for endpoint in GENERATING:
@@ -167,9 +164,7 @@ async def test_a_session_is_the_same_at_every_gateway(
 
 
 @pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute"])
-async def test_limits_are_told_in_each_apis_words(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus, limit: str
-) -> None:
+async def test_limits_are_told_in_each_apis_words(http: httpx.AsyncClient, bus: Bus, limit: str) -> None:
     for endpoint in GENERATING:
         large = await make(bus, tokens_per_minute=100_000)
         await until(lambda told=large: gateway_knows(http, told))
@@ -191,9 +186,7 @@ async def gateway_knows(http: httpx.AsyncClient, key: NewKey) -> bool:
     return stranger.status_code == 401 and (await http.get("/v1/models", headers=bearer(key))).status_code == 200
 
 
-async def test_what_generates_nothing_is_refused_and_counted_alike(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus
-) -> None:
+async def test_what_generates_nothing_is_refused_and_counted_alike(http: httpx.AsyncClient, bus: Bus) -> None:
     line = {"custom_id": "a", "params": {"model": MODEL, "messages": HELLO, "max_tokens": 8}}
     file = {"filename": "a.txt", "purpose": "user_data", "bytes": 1, "mime_type": "text/plain"}
     messages = {"model": MODEL, "messages": HELLO}

@@ -124,7 +124,7 @@ async def test_vllms_names_can_be_left_out(nats_settings: CommonSettings, aliase
         assert ("vllm:" in (await http.get("/metrics")).text) is aliases
 
 
-async def test_a_refusal_for_a_bound_is_counted_by_its_name(http: httpx.AsyncClient, ring: FakeRing) -> None:
+async def test_a_refusal_for_a_bound_is_counted_by_its_name(http: httpx.AsyncClient) -> None:
     async def refusals(name: str) -> float:
         key = "ryzanstein_gateway_limit_refusals_total", frozenset({("limit", name)})
         return (await samples(http)).get(key, 0)

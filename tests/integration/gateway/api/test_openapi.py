@@ -17,7 +17,6 @@ from services.gateway.api.models.shapes import ModelList
 from services.gateway.api.openapi.document import STATUSES, document
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
-from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL
 from tests.interfaces.http import gateway_app, openapi
 
@@ -122,7 +121,7 @@ def unnamed(kind: inspect.Type, extra: dict[str, Any], seen: set[type]) -> Itera
             yield from unnamed(part, {}, seen)
 
 
-async def test_answers_are_what_it_says_to_the_last_field(gateway: RunningGateway, http: httpx.AsyncClient) -> None:
+async def test_answers_are_what_it_says_to_the_last_field(http: httpx.AsyncClient) -> None:
     asked = CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}
     plain = {"model": MODEL, "prompt": "Hi", "logprobs": 2}
     usage = {"stream": True, "stream_options": {"include_usage": True}}

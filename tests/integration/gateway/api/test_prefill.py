@@ -11,7 +11,7 @@ from shared import limits
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, silence, until
 
 PREFILL = "/v1/sessions/s1/prefill"
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -116,11 +116,7 @@ async def test_what_cannot_be_is_refused_in_a_sentence(ready: httpx.AsyncClient,
 async def test_an_empty_body_and_a_failed_ring(ready: httpx.AsyncClient, ring: FakeRing) -> None:
     answer = await ready.post(PREFILL, content=b"", headers={"content-type": "application/json"})
     assert answer.status_code == 400
-
-    async def fail(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, [], finish="error", error=("context_length_exceeded", "No room.", False))
-
-    ring.behave = fail
+    ring.behave = failing("context_length_exceeded", "No room.")
     answer = await ready.post(PREFILL, json=body())
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "No room.")
 

@@ -7,7 +7,6 @@ import openai
 import pytest
 
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
-from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
 from tests.integration.gateway.turns import no_room
 
@@ -89,9 +88,7 @@ async def test_an_error_ends_its_response_alone(client: openai.AsyncOpenAI, ring
         assert (await until_end(connection))[-1].type == "response.completed"
 
 
-async def test_one_response_at_a_time_and_lane(
-    client: openai.AsyncOpenAI, gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_one_response_at_a_time_and_lane(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     ring.behave = silence
     async with client.responses.connect() as connection:
         await connection.response.create(model=MODEL, input="a")

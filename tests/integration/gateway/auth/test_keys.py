@@ -178,7 +178,7 @@ async def test_tenants_do_not_see_each_others_responses(two: list[RunningGateway
             assert answer["previous_response_id"] == made["id"]
 
 
-async def test_idempotency_keys_are_each_tenants_own(gateway: RunningGateway, ring: FakeRing, keys: Keys) -> None:
+async def test_idempotency_keys_are_each_tenants_own(gateway: RunningGateway, keys: Keys) -> None:
     mine, theirs, colleague = await keys.make("acme"), await keys.make("other"), await keys.make("acme")
     await changes_to(gateway, bearer(colleague), 200)
     await changes_to(gateway, {}, 401)

@@ -164,7 +164,6 @@ async def test_generations_at_once_are_bounded_here_exactly_and_elsewhere_within
             assert "concurrent requests: Limit 2, Used 2" in answer["error"]["message"]
             await until(lambda: len(ring.requests) == 2)
             limiter = two.service.work.limiter
-            assert limiter is not None
             await until(lambda: limiter.counts._elsewhere)
             assert (await ask(two, key)).status_code == 429
         await until(lambda: not limiter.counts._elsewhere)
@@ -178,7 +177,6 @@ async def test_lines_of_a_batch_take_tokens_alone_and_wait_for_them(nats_setting
     owner = Principal("k", "acme", KeyLimits(requests_per_minute=1, tokens_per_minute=100, concurrent=1))
     lines = [limiter.admission(owner, "batch", Context("r").answer_headers) for _ in range(3)]
     for line in lines:
-        assert line is not None
         await line.request()
     first, second, third = lines
     assert first
@@ -190,7 +188,6 @@ async def test_lines_of_a_batch_take_tokens_alone_and_wait_for_them(nats_setting
     first.end(10)
     await asyncio.wait_for(waiting, 20)
     interactive = limiter.admission(owner, "interactive", {})
-    assert interactive is not None
     await interactive.begin(30)
     second.end(60)
     interactive.end(0)

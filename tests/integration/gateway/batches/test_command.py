@@ -15,6 +15,7 @@ from shared.config import CommonSettings
 from shared.errors import RyzansteinError
 from tests.integration.gateway.batches.helpers import custom_ids, jsonl, line, requests
 from tests.integration.gateway.conftest import RunningGateway
+from tests.processes import nats_address
 
 
 async def batch(*arguments: str, code: int = 0) -> str:
@@ -28,8 +29,7 @@ async def batch(*arguments: str, code: int = 0) -> str:
 
 
 def ways(gateway: RunningGateway, nats: CommonSettings) -> list[list[str]]:
-    credentials = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@"
-    return [["--url", gateway.url], ["--nats", "--nats-url", nats.nats_url.replace("nats://", credentials)]]
+    return [["--url", gateway.url], ["--nats", "--nats-url", nats_address(nats)]]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Anthropic's message batches, by its official client, over the batches that there are."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -12,18 +11,14 @@ from anthropic.types.messages import MessageBatch
 
 from shared.messages import GenerationRequest
 from tests.integration.gateway.batches.helpers import jsonl, ready, submit
-from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence
 
 BATCHES = "/v1/messages/batches"
 
 
-@pytest.fixture
-async def claude(gateway: RunningGateway, ring: FakeRing) -> AsyncIterator[anthropic.AsyncAnthropic]:
+@pytest.fixture(autouse=True)
+async def group(ring: FakeRing) -> None:
     await ready(ring)
-    url = gateway.url
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
-        yield made
 
 
 def request(custom_id: str, **changes: Any) -> Any:
@@ -51,7 +46,7 @@ async def results_of(claude: anthropic.AsyncAnthropic, batch: str) -> dict[str, 
 
 
 async def test_a_batch_from_its_beginning_to_its_end(
-    claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI, ring: FakeRing, http: httpx.AsyncClient
+    claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI, ring: FakeRing
 ) -> None:
     async def behave(ring: FakeRing, request: GenerationRequest) -> None:
         if bytes(request.prompt).startswith(b"bad"):
@@ -83,7 +78,6 @@ async def test_a_batch_from_its_beginning_to_its_end(
     assert {one.lane for one in ring.requests} == {"batch"}
     seen = await client.batches.retrieve(as_openai(made))
     assert (seen.endpoint, seen.status) == ("/v1/messages", "completed")
-    assert seen.usage is not None
     assert seen.usage.output_tokens == 26
     deleted = await claude.messages.batches.delete(made.id)
     assert (deleted.id, deleted.type) == (made.id, "message_batch_deleted")
@@ -142,9 +136,7 @@ async def test_what_is_wrong_is_told_before_the_batch_is_taken(
         assert (await http.get(f"{BATCHES}/{path}")).status_code == 404
 
 
-async def test_batches_are_listed_from_either_side(
-    claude: anthropic.AsyncAnthropic, http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_batches_are_listed_from_either_side(claude: anthropic.AsyncAnthropic, http: httpx.AsyncClient) -> None:
     headers = {"Idempotency-Key": "once"}
     body = {"requests": [request("a")]}
     first = (await http.post(BATCHES, json=body, headers=headers)).json()["id"]

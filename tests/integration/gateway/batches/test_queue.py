@@ -17,6 +17,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.batches.helpers import custom_ids, requests
 from tests.integration.gateway.conftest import RunningGateway
+from tests.processes import nats_address
 
 PAGE = (Path(__file__).parents[4] / "docs" / "batch.md").read_text()
 
@@ -39,9 +40,7 @@ async def run(script: str, directory: Path, **environment: str) -> str:
 
 async def test_the_example_over_nats(nats_settings: CommonSettings, served: openai.AsyncOpenAI, tmp_path: Path) -> None:
     (tmp_path / "input.jsonl").write_bytes(requests(30))
-    password = nats_settings.nats_password.get_secret_value()
-    address = nats_settings.nats_url.replace("nats://", f"nats://{nats_settings.nats_user}:{password}@")
-    shown = await run(example("import nats"), tmp_path, RYZANSTEIN_NATS_URL=address)
+    shown = await run(example("import nats"), tmp_path, RYZANSTEIN_NATS_URL=nats_address(nats_settings))
     assert "completed" in shown
     lines = [json.loads(each) for each in (tmp_path / "output.jsonl").read_text().splitlines()]
     assert custom_ids(lines) == sorted(f"c{number}" for number in range(30))

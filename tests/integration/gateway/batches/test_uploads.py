@@ -37,7 +37,6 @@ async def test_parts_become_a_file(
         upload.id, part_ids=[part.id for part in parts], md5=hashlib.md5(WHOLE, usedforsecurity=False).hexdigest()
     )
     assert done.status == "completed"
-    assert done.file is not None
     assert (done.file.bytes, done.file.filename, done.file.purpose) == (len(WHOLE), "a.txt", "user_data")
     assert done.file.expires_at == done.file.created_at + 3600
     assert (await client.files.content(done.file.id)).content == WHOLE
@@ -92,9 +91,7 @@ async def test_the_beginning_is_checked(client: openai.AsyncOpenAI, http: httpx.
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "other")
 
 
-async def test_an_upload_that_is_not_completed_goes(
-    client: openai.AsyncOpenAI, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_upload_that_is_not_completed_goes(client: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
     upload = await begun(client)
     await client.uploads.parts.create(upload.id, data=b"x")
     files = gateway.service._backend.parts.files

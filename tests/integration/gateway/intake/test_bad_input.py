@@ -58,9 +58,6 @@ WRONG_CHATS = [
         "messages",
     ),
     (GOOD | {"return_progress": "often"}, "invalid_type", "return_progress"),
-    (GOOD | {"temperature": 2.5}, "decimal_above_max_value", "temperature"),
-    (GOOD | {"top_p": 0}, "decimal_below_min_value", "top_p"),
-    (GOOD | {"n": 0}, "integer_below_min_value", "n"),
     (GOOD | {"n": 1.5}, "invalid_type", "n"),
     (GOOD | {"top_logprobs": 3}, "invalid_value", "top_logprobs"),
     (GOOD | {"stop": [""]}, "empty_string", "stop"),
@@ -70,7 +67,6 @@ WRONG_CHATS = [
     (GOOD | {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
     (GOOD | {"min_tokens": 9, "ignore_eos": True, "max_completion_tokens": 8}, "integer_above_max_value", "min_tokens"),
     (GOOD | {"min_tokens": 2046, "ignore_eos": True}, "integer_above_max_value", "min_tokens"),
-    (GOOD | {"min_tokens": -1}, "integer_below_min_value", "min_tokens"),
     (GOOD | {"logit_bias": {"7": 101}}, "decimal_above_max_value", "logit_bias.7"),
     (GOOD | {"prompt_cache_options": {"mode": "loud"}}, "invalid_value", "prompt_cache_options.mode"),
     (GOOD | {"seed": 2**70}, "integer_above_max_value", "seed"),
@@ -86,8 +82,6 @@ WRONG_COMPLETIONS = [
     (PLAIN | {"prompt": [[1], [-1]]}, "invalid_token_id", "prompt"),
     (PLAIN | {"prompt": ["x"] * 65, "n": 2}, "array_above_max_length", "prompt"),
     (PLAIN | {"suffix": "end"}, "unsupported_parameter", "suffix"),
-    (PLAIN | {"best_of": 300}, "integer_above_max_value", "best_of"),
-    (PLAIN | {"logprobs": 21}, "integer_above_max_value", "logprobs"),
 ]
 
 
@@ -180,7 +174,7 @@ async def test_a_body_that_does_not_come_to_an_end(nats_settings: CommonSettings
 
 
 async def test_a_request_that_nats_would_not_take(
-    http: httpx.AsyncClient, ring: FakeRing, monkeypatch: pytest.MonkeyPatch, gateway: RunningGateway
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, gateway: RunningGateway
 ) -> None:
     monkeypatch.setattr(gateway.service.bus.client, "_server_info", {"max_payload": 100}, raising=False)
     monkeypatch.setattr(gateway.service.bus.client, "_max_payload", 100)

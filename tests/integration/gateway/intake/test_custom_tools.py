@@ -49,7 +49,6 @@ async def test_a_format_is_held(client: openai.AsyncOpenAI, ring: FakeRing) -> N
             tool_choice=choice,  # type: ignore[arg-type]
         )
         grammar = ring.requests[-1].grammar
-        assert grammar is not None
         assert '"pattern":"^(?:[a-z]+ [0-9])$"' in grammar.text
 
 
@@ -89,7 +88,6 @@ async def test_a_choice_may_be_a_custom_tool(client: openai.AsyncOpenAI, ring: F
         answer = await client.responses.create(model=MODEL, input="x", tools=tools, tool_choice=choice)  # type: ignore[arg-type]
         assert answer.output[0].type == "custom_tool_call"
         grammar = ring.requests[-1].grammar
-        assert grammar is not None
         assert '\\"name\\": \\"python\\"' in grammar.text
         assert "now" not in grammar.text
 

@@ -67,7 +67,7 @@ async def test_what_is_no_text_is_refused(client: openai.AsyncOpenAI, ring: Fake
         assert not ring.requests
 
 
-async def test_files_are_bounded(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+async def test_files_are_bounded(client: openai.AsyncOpenAI) -> None:
     many: Any = [{"type": "file", "file": {"file_data": DATA}}] * (limits.INPUT_FILES.value + 1)
     with pytest.raises(openai.BadRequestError, match="input_files"):
         await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": many}])

@@ -16,11 +16,7 @@ from services.gateway.dialects.pooling.prompts import INSTRUCT, JUDGE
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared import limits
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest, TokenEntry, TokenFrame, TokenizerBundle
-from shared.nats import subjects
-from shared.nats.bus import Bus, encode
-from shared.nats.objects import Objects
-from shared.nats.subjects import tokens as tokens_of
+from shared.messages import GenerationRequest
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, silence, stub_card, until
@@ -32,9 +28,7 @@ RANK = {"model": RERANKER, "query": QUERY, "documents": DOCUMENTS}
 
 
 async def send(ring: FakeRing, request: GenerationRequest, *numbers: float) -> None:
-    data = struct.pack(f"<{len(numbers)}f", *numbers)
-    entry = TokenEntry(request.generation_id, request.attempt, 0, [], "stop", vector=data)
-    await ring.bus.publish(tokens_of(request.consumer), TokenFrame(ring.group, ring.epoch, 1, [entry]))
+    await ring.emit(request, 0, [], finish="stop", vector=struct.pack(f"<{len(numbers)}f", *numbers))
 
 
 async def judge(ring: FakeRing, request: GenerationRequest) -> None:
@@ -143,18 +137,16 @@ def answering_files() -> dict[str, bytes]:
 
 
 async def add_tokenized(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus, name: str, files: dict[str, bytes], **card: Any
+    http: httpx.AsyncClient, ring: FakeRing, name: str, files: dict[str, bytes], **card: Any
 ) -> ModelTokenizer:
-    store = Objects(bus, subjects.TOKENIZERS_STORE)
-    await store.open()
-    await store.put(f"{name}-files", encode(TokenizerBundle(files)))
+    await ring.add_tokenizer(f"{name}-files", files)
     await ring.add_model(stub_card(name, tokenizer=f"{name}-files", vocab_size=270, **card))
     await until_listed(http, name)
     return ModelTokenizer(files)
 
 
-async def test_a_language_model_answers_yes_or_no(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
-    tokenizer = await add_tokenized(http, judged, bus, "asked", answering_files())
+async def test_a_language_model_answers_yes_or_no(http: httpx.AsyncClient, judged: FakeRing) -> None:
+    tokenizer = await add_tokenized(http, judged, "asked", answering_files())
     body = {"model": "asked", "query": "q", "documents": ["good", "<|end|>"]}
     answer = await posted(http, "/v1/rerank", body)
     assert {one["index"] for one in answer["results"]} == {0, 1}
@@ -187,9 +179,9 @@ ASKING = (
 )
 
 
-async def test_templates_without_system_messages(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
+async def test_templates_without_system_messages(http: httpx.AsyncClient, judged: FakeRing) -> None:
     files = answering_files() | {"chat_template.jinja": ASKING.encode()}
-    tokenizer = await add_tokenized(http, judged, bus, "plain", files)
+    tokenizer = await add_tokenized(http, judged, "plain", files)
     await posted(http, "/rerank", {"model": "plain", "query": "q", "documents": ["d"]})
     shown = tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
     assert shown == f"{JUDGE}\n<Instruct>: {INSTRUCT}\n<Query>: q\n<Document>: d"
@@ -206,13 +198,11 @@ RERANKING = (
 
 
 @pytest.mark.parametrize("how", [VARIABLE, MESSAGE])
-async def test_templates_of_rerankers_show_the_two_roles(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus, how: str
-) -> None:
+async def test_templates_of_rerankers_show_the_two_roles(http: httpx.AsyncClient, judged: FakeRing, how: str) -> None:
     files = answering_files() | {"chat_template.jinja": RERANKING.replace("HOW", how).encode()}
-    tokenizer = await add_tokenized(http, judged, bus, "ranks", files)
+    tokenizer = await add_tokenized(http, judged, "ranks", files)
     classes = {"tasks": ["classify"], "labels": ["relevant"], "activation": "sigmoid"}
-    await add_tokenized(http, judged, bus, "ranks-classes", files, **classes)
+    await add_tokenized(http, judged, "ranks-classes", files, **classes)
     body = {"query": "q<|end|>", "documents": ["good!", "<|start|>"]}
     for more, instruction in (({}, "by default"), ({"instruction": "<|end|>taste"}, "<|end|>taste")):
         for model in ("ranks", "ranks-classes"):
@@ -234,14 +224,14 @@ async def test_templates_of_rerankers_show_the_two_roles(
     assert "is: go<|end|>answers?" in tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
 
 
-async def test_what_stands_behind_a_document_is_not_cut(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
+async def test_what_stands_behind_a_document_is_not_cut(http: httpx.AsyncClient, judged: FakeRing) -> None:
     """Also where that is the query; here the template takes no instruction."""
     template = (
         "{% for role in ('document', 'query') %}"
         "{{ (messages | selectattr('role', 'eq', role) | first).content }} {% endfor %}"
     )
     tokenizer = await add_tokenized(
-        http, judged, bus, "turned", answering_files() | {"chat_template.jinja": template.encode()}
+        http, judged, "turned", answering_files() | {"chat_template.jinja": template.encode()}
     )
     body = {"model": "turned", "queries": ["q", "qq"], "documents": ["long", "longer"]}
     await posted(http, "/v1/score", body | {"truncate_prompt_tokens": 7})
@@ -251,33 +241,27 @@ async def test_what_stands_behind_a_document_is_not_cut(http: httpx.AsyncClient,
     assert (refused["code"], refused["param"]) == ("unsupported_parameter", "instruction")
 
 
-async def test_what_a_template_makes_of_pairs_is_bounded(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
+async def test_what_a_template_makes_of_pairs_is_bounded(http: httpx.AsyncClient, judged: FakeRing) -> None:
     """However little a client has sent."""
     pair = "{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}"
     document = pair.replace("query", "document")
     body = {"query": "q", "documents": ["d"] * 100}
     long = await add_tokenized(
-        http,
-        judged,
-        bus,
-        "long",
-        answering_files() | {"chat_template.jinja": f"{'x' * 90_000}{pair}{document}".encode()},
+        http, judged, "long", answering_files() | {"chat_template.jinja": f"{'x' * 90_000}{pair}{document}".encode()}
     )
     assert long.traits.pairs
     error = (await http.post("/rerank", json=body | {"model": "long"})).json()["error"]
     assert (error["code"], error["param"]) == ("string_above_max_length", "documents")
     assert limits.SCORED_CHARACTERS.name in error["message"]
     often = f"{{% for _ in range(9) %}}{pair}{{% endfor %}}{document}"
-    await add_tokenized(http, judged, bus, "often", answering_files() | {"chat_template.jinja": often.encode()})
+    await add_tokenized(http, judged, "often", answering_files() | {"chat_template.jinja": often.encode()})
     error = (await http.post("/rerank", json=body | {"model": "often"})).json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_task", "model")
     assert not judged.requests
 
 
-async def test_an_instruction_without_a_template_of_its_own(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
-) -> None:
-    tokenizer = await add_tokenized(http, judged, bus, "told", answering_files())
+async def test_an_instruction_without_a_template_of_its_own(http: httpx.AsyncClient, judged: FakeRing) -> None:
+    tokenizer = await add_tokenized(http, judged, "told", answering_files())
     body = {"query": "q", "documents": ["d"], "instruction": "By taste."}
     await posted(http, "/rerank", body | {"model": "told"})
     shown = tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
@@ -293,11 +277,11 @@ async def test_an_instruction_without_a_template_of_its_own(
     [(None, "has no chat template"), (b"{{ messages[0]['role'] }}", "does not show messages as they are")],
 )
 async def test_language_models_that_cannot_be_asked(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus, template: bytes | None, message: str
+    http: httpx.AsyncClient, judged: FakeRing, template: bytes | None, message: str
 ) -> None:
     files = answering_files()
     del files["chat_template.jinja"]
-    await add_tokenized(http, judged, bus, "mute", files | ({"chat_template.jinja": template} if template else {}))
+    await add_tokenized(http, judged, "mute", files | ({"chat_template.jinja": template} if template else {}))
     answer = await http.post("/rerank", json={"model": "mute", "query": "q", "documents": ["d"]})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "unsupported_task")
@@ -305,7 +289,7 @@ async def test_language_models_that_cannot_be_asked(
     assert not judged.requests
 
 
-async def test_pairs_are_joined_as_the_tokenizer_says(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
+async def test_pairs_are_joined_as_the_tokenizer_says(http: httpx.AsyncClient, judged: FakeRing) -> None:
     files = tiny_files(template=None)
     tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -315,7 +299,7 @@ async def test_pairs_are_joined_as_the_tokenizer_says(http: httpx.AsyncClient, j
     )
     files["tokenizer.json"] = tokenizer.to_str().encode()
     card = {"tasks": ["classify"], "labels": ["relevant"], "activation": "identity", "bidirectional": True}
-    known = await add_tokenized(http, judged, bus, "joined", files, **card)
+    known = await add_tokenized(http, judged, "joined", files, **card)
     body = {"model": "joined", "query": "ab", "documents": ["cdef"]}
     for more, shown in (
         ({}, "<|start|>ab<|end|>cdef<|end|>"),

@@ -12,7 +12,7 @@ import websockets.asyncio.client
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest, GroupLoad, GroupRecord, GroupTraits, SparseAttention
+from shared.messages import GroupLoad, GroupRecord, GroupTraits, SparseAttention
 from shared.nats import subjects
 from shared.nats.kv import Bucket
 from tests.integration.gateway.api.grpc.conftest import Client
@@ -20,7 +20,7 @@ from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.api.test_websocket import Socket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
-from tests.integration.gateway.fake_ring import FakeRing, say, stub_card, until
+from tests.integration.gateway.fake_ring import FakeRing, halting, stub_card, until
 
 LONG, PLAIN, WINDOWED = "org/long", "org/plain", "org/windowed"
 CHOICE = {"threshold": 64, "sinks": 16, "recent": 32, "budget": 48}
@@ -191,14 +191,10 @@ async def test_a_lost_ring_or_a_repeat_changes_nothing(
 ) -> None:
     began = asyncio.Event()
 
-    async def half(fake: FakeRing, request: GenerationRequest) -> None:
-        if request.attempt:
-            await say(fake, request)
-            return
-        await fake.emit(request, 0, list(b"Hello"))
+    async def begin(fake: FakeRing) -> None:
         began.set()
 
-    ring.behave = half
+    ring.behave = halting(begin)
     key = {"Idempotency-Key": "long"}
     body = BODY | {"sparse_attention": CHOICE}
     asking = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=key))

@@ -10,10 +10,6 @@ from services.gateway.intake.validation import LEAST_TRUNCATED
 from services.gateway.tokenizer.encoding import Encoding
 from services.gateway.tokenizer.template_process import TemplateProcess
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
-from shared.messages import TokenizerBundle
-from shared.nats import subjects
-from shared.nats.bus import Bus, encode
-from shared.nats.objects import Objects
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway
@@ -24,11 +20,9 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-async def tiny(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> str:
+async def tiny(http: httpx.AsyncClient, ring: FakeRing) -> str:
     """A model with a byte-level tokenizer: 0 and 1 are <|start|> and <|end|>."""
-    store = Objects(bus, subjects.TOKENIZERS_STORE)
-    await store.open()
-    await store.put("tiny-files", encode(TokenizerBundle(tiny_files())))
+    await ring.add_tokenizer("tiny-files", tiny_files())
     await ring.add_model(stub_card("tiny", tokenizer="tiny-files", vocab_size=258))
     await until_listed(http, "tiny")
     return "tiny"
@@ -93,13 +87,10 @@ async def test_bad_requests_are_refused(http: httpx.AsyncClient) -> None:
 
 @pytest.mark.slow
 async def test_a_template_without_end_takes_its_own_model_down_and_no_other(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus, tiny: str
+    http: httpx.AsyncClient, ring: FakeRing, tiny: str
 ) -> None:
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    bundle = TokenizerBundle(tiny_files(template=loops))
-    store = Objects(bus, subjects.TOKENIZERS_STORE)
-    await store.open()
-    await store.put("endless-files", encode(bundle))
+    await ring.add_tokenizer("endless-files", tiny_files(template=loops))
     await ring.add_model(stub_card("endless", tokenizer="endless-files", vocab_size=258))
     await until_listed(http, "endless")
     assert (await post(http, "/tokenize", model=tiny, messages=HELLO))["count"]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 from websockets.asyncio.client import connect
 
 from services.gateway.tool_calls.parser import call_id
-from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.api.test_rest import until_listed
-from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, stub_card, until
-from tests.integration.gateway.resuming import Event, Paced, finishes, public_id, read_events
+from tests.integration.gateway.resuming import Event, Paced, events_of, finishes, public_id, resumed, streamed
 
 CHAT = "/v1/chat/completions"
 USER: Any = {"role": "user", "content": "Weather in Rome?"}
@@ -51,12 +49,6 @@ class GetWeather(pydantic.BaseModel):
 
     city: str
     days: int
-
-
-@pytest.fixture
-async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings) as running:
-        yield running
 
 
 async def test_a_call_and_its_result(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
@@ -112,7 +104,6 @@ async def test_the_clients_parse_helper_is_strict(client: openai.AsyncOpenAI, ri
     (call,) = answer.choices[0].message.tool_calls or ()
     assert call.function.parsed_arguments == GetWeather(city="Rome", days=2)
     grammar = ring.requests[0].grammar
-    assert grammar is not None
     assert '"<tool_call>"' not in grammar.text.partition("until_calls")[0]
 
 
@@ -135,7 +126,6 @@ async def test_demanded_calls(client: openai.AsyncOpenAI, ring: FakeRing, choice
     assert answer.choices[0].message.content is None
     assert answer.choices[0].finish_reason == finish
     grammar = ring.requests[0].grammar
-    assert grammar is not None
     assert grammar.kind == "lark"
     assert ("get_weather" in grammar.text) == ("allowed_tools" not in str(choice))
 
@@ -148,7 +138,6 @@ async def test_calls_with_choices_logprobs_and_a_limit(client: openai.AsyncOpenA
     ids = [(choice.message.tool_calls or [])[0].id for choice in answer.choices]
     assert len(set(ids)) == 2
     for choice in answer.choices:
-        assert choice.logprobs is not None
         assert len(choice.logprobs.content or ()) == len(CALL)
     answer = await client.chat.completions.create(model=MODEL, messages=[USER], tools=TOOLS, max_tokens=60)
     (call,) = answer.choices[0].message.tool_calls or ()
@@ -161,7 +150,6 @@ async def test_functions_of_old(client: openai.AsyncOpenAI, ring: FakeRing) -> N
     functions: Any = [TOOLS[0]["function"]]
     answer = await client.chat.completions.create(model=MODEL, messages=[USER], functions=functions)
     message = answer.choices[0].message
-    assert message.function_call is not None
     assert (message.function_call.name, message.function_call.arguments) == ("get_weather", ARGUMENTS)
     assert answer.choices[0].finish_reason == "function_call"
 
@@ -181,7 +169,7 @@ async def test_a_parser_that_the_operator_has_chosen(
         await client.chat.completions.create(model="none", messages=[USER], tools=TOOLS)
 
 
-async def test_a_schema_that_cannot_be_held_is_named(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+async def test_a_schema_that_cannot_be_held_is_named(client: openai.AsyncOpenAI) -> None:
     wrong: Any = {
         "type": "function",
         "function": {
@@ -213,26 +201,20 @@ def message_of(events: list[Event]) -> dict[str, Any]:
     return message
 
 
-async def stream_of(gateway: RunningGateway, **request: Any) -> list[Event]:
-    async with gateway.http() as http, http.stream(**request) as response:
-        assert response.status_code == 200, await response.aread()
-        return await read_events(response)
-
-
 async def test_any_place_within_a_call_is_one_to_go_on_from_at_another_gateway(
     gateway: RunningGateway, other: RunningGateway, ring: FakeRing
 ) -> None:
     ring.behave = saying(TEXT)
-    whole = await stream_of(gateway, method="POST", url=CHAT, json=BODY | {"stream": True})
+    async with gateway.http() as http:
+        whole = await streamed(http, CHAT, BODY | {"stream": True})
     once = message_of(whole)
     assert once["content"] == "Let me see."
     assert [call["name"] for call in once["calls"].values()] == ["get_weather", "now"]
-    url = f"/v1/generations/{public_id(whole)}/stream"
-    for at in range(0, len(whole) - 1, 5):
-        rest = await stream_of(other, method="GET", url=url, headers={"Last-Event-ID": whole[at][1]})
-        assert message_of(whole[: at + 1] + rest) == once
-        assert finishes(whole[: at + 1] + rest) == ["tool_calls"]
     async with other.http() as http:
+        for at in range(0, len(whole) - 1, 5):
+            rest = await resumed(http, public_id(whole), whole[at][1])
+            assert message_of(whole[: at + 1] + rest) == once
+            assert finishes(whole[: at + 1] + rest) == ["tool_calls"]
         state = (await http.get(f"/v1/generations/{public_id(whole)}")).json()
     calls = state["response"]["choices"][0]["message"]["tool_calls"]
     assert [call["id"] for call in calls] == [call["id"] for call in once["calls"].values()]
@@ -254,40 +236,12 @@ async def test_a_call_goes_on_at_another_gateway_while_it_is_written(
             first.append(event)
             if message_of(first)["calls"].get(0, {}).get("arguments", "").endswith("Ro"):
                 break
-    reading = asyncio.create_task(
-        stream_of(
-            other,
-            method="GET",
-            url=f"/v1/generations/{public_id(first)}/stream",
-            headers={"Last-Event-ID": first[-1][1]},
-        )
-    )
-    paced.allow()
-    rest = await reading
+    async with other.http() as http:
+        reading = asyncio.create_task(resumed(http, public_id(first), first[-1][1]))
+        paced.allow()
+        rest = await reading
     assert "get_weather" not in str(rest)
     assert message_of(first + rest)["calls"][0]["arguments"] == ARGUMENTS
-
-
-async def events_of(answer: Any) -> AsyncIterator[Event]:
-    data = ""
-    async for line in answer.aiter_lines():
-        if line.startswith("data: "):
-            data = line.removeprefix("data: ")
-        elif line.startswith("id: "):
-            yield data, line.removeprefix("id: ")
-
-
-async def test_a_repeat_under_the_same_key_has_the_same_calls(
-    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
-) -> None:
-    ring.behave = saying(TEXT)
-    async with gateway.http() as one, other.http() as two:
-        headers = {"Idempotency-Key": "k"}
-        first = (await one.post(CHAT, json=BODY, headers=headers)).json()
-        again = (await two.post(CHAT, json=BODY, headers=headers)).json()
-    assert first == again
-    assert len(first["choices"][0]["message"]["tool_calls"]) == 2
-    assert len(ring.requests) == 1
 
 
 async def test_calls_over_a_websocket(gateway: RunningGateway, ring: FakeRing) -> None:

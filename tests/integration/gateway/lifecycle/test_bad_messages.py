@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect as websocket
 
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing
+from tests.integration.gateway.fake_ring import MODEL
 
 pytestmark = pytest.mark.usefixtures("no_trace")
 EXAMPLES = settings(max_examples=120, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -58,16 +58,14 @@ def checked(answer: httpx.Response) -> None:
 @given(
     path=st.sampled_from(sorted(GOOD)), changes=st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3)
 )
-async def test_fields_of_any_value(http: httpx.AsyncClient, ring: FakeRing, path: str, changes: dict[str, Any]) -> None:
+async def test_fields_of_any_value(http: httpx.AsyncClient, path: str, changes: dict[str, Any]) -> None:
     body = json.dumps(GOOD[path] | changes, ensure_ascii=False).encode(errors="surrogatepass")
     checked(await http.post(path, content=body))
 
 
 @EXAMPLES
 @given(path=st.sampled_from(sorted(GOOD)), data=st.data())
-async def test_bodies_with_bytes_changed(
-    http: httpx.AsyncClient, ring: FakeRing, path: str, data: st.DataObject
-) -> None:
+async def test_bodies_with_bytes_changed(http: httpx.AsyncClient, path: str, data: st.DataObject) -> None:
     body = bytearray(json.dumps(GOOD[path]).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(body)))
@@ -75,7 +73,7 @@ async def test_bodies_with_bytes_changed(
     checked(await http.post(path, content=bytes(body)))
 
 
-async def test_bodies_that_are_hard_to_read(http: httpx.AsyncClient, ring: FakeRing) -> None:
+async def test_bodies_that_are_hard_to_read(http: httpx.AsyncClient) -> None:
     for path in GOOD:
         for body in RAW:
             answer = await http.post(path, content=body)
@@ -86,7 +84,7 @@ async def test_bodies_that_are_hard_to_read(http: httpx.AsyncClient, ring: FakeR
         assert (await http.post(path, json=body)).status_code == 200
 
 
-async def test_of_two_fields_of_one_name_the_last_counts(http: httpx.AsyncClient, ring: FakeRing) -> None:
+async def test_of_two_fields_of_one_name_the_last_counts(http: httpx.AsyncClient) -> None:
     """As JSON readers have it, and as the OpenAPI document says."""
     body = b'{"model": "other", "prompt": "Hi", "max_tokens": 3, "model": "%b", "max_tokens": 2}' % MODEL.encode()
     answer = (await http.post("/v1/completions", content=body)).json()
@@ -115,7 +113,7 @@ async def test_of_two_fields_of_one_name_the_last_counts(http: httpx.AsyncClient
         max_size=8,
     )
 )
-async def test_websocket_messages_of_any_kind(gateway: RunningGateway, ring: FakeRing, messages: list[Any]) -> None:
+async def test_websocket_messages_of_any_kind(gateway: RunningGateway, messages: list[Any]) -> None:
     async with websocket(gateway.websocket_url, max_size=None, proxy=None) as socket:
         for message in messages:
             raw = message if isinstance(message, bytes) else json.dumps(message)

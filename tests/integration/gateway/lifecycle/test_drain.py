@@ -64,7 +64,7 @@ async def test_new_connections_are_refused_and_streams_end(gateway: RunningGatew
     await asyncio.wait_for(gateway.task, 10)
 
 
-async def test_what_came_before_the_port_was_closed_is_answered(gateway: RunningGateway, ring: FakeRing) -> None:
+async def test_what_came_before_the_port_was_closed_is_answered(gateway: RunningGateway) -> None:
     """It lies in the system's queue when the gateway is told to stop: no client can know better by then."""
     body = json.dumps(BODY).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)

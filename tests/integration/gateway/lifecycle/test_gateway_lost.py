@@ -22,7 +22,16 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
-from tests.integration.gateway.resuming import Event, Paced, finishes, public_id, read_events, text_of
+from tests.integration.gateway.resuming import (
+    Event,
+    Paced,
+    events_of,
+    finishes,
+    public_id,
+    read_events,
+    resumed,
+    text_of,
+)
 from tests.processes import ServiceProcess, service_process
 
 CHAT = "/v1/chat/completions"
@@ -63,26 +72,23 @@ async def read_until_killed(http: httpx.AsyncClient, body: dict[str, Any], event
     """Reads whole events until the connection breaks."""
     with contextlib.suppress(httpx.TransportError):
         async with http.stream("POST", path, json=body) as response:
-            data, identity = "", ""
-            async for line in response.aiter_lines():
-                if line.startswith("data: "):
-                    data = line.removeprefix("data: ")
-                elif line.startswith("id: "):
-                    identity = line.removeprefix("id: ")
-                elif not line and data:
-                    events.append((data, identity))
-                    data, identity = "", ""
+            async for event in events_of(response):
+                events.append(event)
+
+
+async def read_and_killed(doomed: Lost, **fields: Any) -> list[Event]:
+    """A stream's events up to its 12th character, when its gateway is killed."""
+    events: list[Event] = []
+    reader = asyncio.create_task(read_until_killed(doomed.http, body(**fields), events, CHAT))
+    await until(lambda: len(text_of(events)) == 12)
+    await doomed.kill()
+    await reader
+    return events
 
 
 async def go_on(gateway: RunningGateway, events: list[Event]) -> list[Event]:
-    async with (
-        gateway.http() as http,
-        http.stream(
-            "GET", f"/v1/generations/{public_id(events)}/stream", headers={"Last-Event-ID": events[-1][1]}
-        ) as response,
-    ):
-        assert response.status_code == 200, await response.aread()
-        return await read_events(response)
+    async with gateway.http() as http:
+        return await resumed(http, public_id(events), events[-1][1])
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -92,7 +98,6 @@ def body(**fields: Any) -> dict[str, Any]:
 async def recorded(gateway: RunningGateway, writer: str) -> None:
     """Waits until the journal has a record of the gateway `writer`: a ring may have the request before."""
     answers = gateway.service.work.answers
-    assert answers is not None
 
     async def any_is() -> bool:
         return bool((await answers.records.collect_since(writer_of(writer), 0.0))[0])
@@ -131,7 +136,6 @@ async def test_many_streams_go_on_elsewhere_whole(
     await asyncio.gather(*readers)
     going_on = [asyncio.create_task(go_on(gateway, events)) for events in streams]
     answers = gateway.service.work.answers
-    assert answers is not None
     await until(lambda: len([answer for answer in answers.all() if answer.owned]) == 24)
     paced.allow()
     for number, (events, task) in enumerate(zip(streams, going_on, strict=True)):
@@ -146,11 +150,7 @@ async def test_many_streams_go_on_elsewhere_whole(
 
 async def test_the_ring_is_lost_while_its_owner_is_dead(doomed: Lost, gateway: RunningGateway, ring: FakeRing) -> None:
     ring.behave = Paced(TEXT, 12)
-    events: list[Event] = []
-    reader = asyncio.create_task(read_until_killed(doomed.http, body(seed=4), events, CHAT))
-    await until(lambda: len(text_of(events)) == 12)
-    await doomed.kill()
-    await reader
+    events = await read_and_killed(doomed, seed=4)
     await ring.die()
     ring.behave = Paced(TEXT, len(TEXT) + 1)
     ring.resume()
@@ -169,11 +169,7 @@ async def test_two_claim_and_one_wins(
     doomed: Lost, gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, bus: Bus
 ) -> None:
     ring.behave = paced = Paced(TEXT, 12)
-    events: list[Event] = []
-    reader = asyncio.create_task(read_until_killed(doomed.http, body(), events, CHAT))
-    await until(lambda: len(text_of(events)) == 12)
-    await doomed.kill()
-    await reader
+    events = await read_and_killed(doomed)
     async with run_gateway(nats_settings) as third:
         readings = [asyncio.create_task(go_on(each, events)) for each in (gateway, third, gateway)]
         owners = [each.service.work.answers for each in (gateway, third)]
@@ -208,13 +204,10 @@ async def test_a_request_that_never_reached_a_ring_is_handed_in_again(
 
 
 async def test_what_a_lost_gateway_left_is_cancelled_or_driven_to_its_end(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
+    doomed: Lost, bus: Bus, nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
     ring.behave = paced = Paced(TEXT, 12)
-    async with (
-        gateway_process(bus, nats_settings, tmp_path) as doomed,
-        run_gateway(nats_settings, resume_grace=0.2) as gateway,
-    ):
+    async with run_gateway(nats_settings, resume_grace=0.2) as gateway:
         plain: list[Event] = []
         kept: list[Event] = []
         background = {"X-Ryzanstein-Background": "60"}
@@ -238,30 +231,22 @@ async def test_what_a_lost_gateway_left_is_cancelled_or_driven_to_its_end(
 
 
 async def test_the_next_gateway_to_start_looks_after_what_nobody_was_left_for(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
+    doomed: Lost, bus: Bus, nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
     ring.behave = Paced(TEXT, 12)
-    async with gateway_process(bus, nats_settings, tmp_path) as doomed:
-        events: list[Event] = []
-        reader = asyncio.create_task(read_until_killed(doomed.http, body(), events, CHAT))
-        await until(lambda: len(text_of(events)) == 12)
-        await doomed.kill()
-        await reader
-        await mourn(bus, "doomed")
+    await read_and_killed(doomed)
+    await mourn(bus, "doomed")
     async with run_gateway(nats_settings, resume_grace=0.2):
         await until(lambda: ring.requests[0].generation_id in ring.commanded)
 
 
 async def test_an_heir_takes_over_what_it_would_not_have_admitted(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
+    doomed: Lost, bus: Bus, nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
     """The lost gateway had admitted it, by places of its own."""
     ring.behave = paced = Paced(TEXT, 12)
     background = {"X-Ryzanstein-Background": "60"}
-    async with (
-        gateway_process(bus, nats_settings, tmp_path) as doomed,
-        run_gateway(nats_settings, max_generations=1, max_tenant_generations=1) as gateway,
-    ):
+    async with run_gateway(nats_settings, max_generations=1, max_tenant_generations=1) as gateway:
         streams: list[list[Event]] = []
         for _ in range(3):
             async with doomed.http.stream("POST", CHAT, json=body(), headers=background) as response:
@@ -269,7 +254,6 @@ async def test_an_heir_takes_over_what_it_would_not_have_admitted(
         await doomed.kill()
         await mourn(bus, "doomed")
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: sum(answer.owned for answer in answers.all()) == 3)
         async with gateway.http() as http:
             refused = await http.post(CHAT, json=body(stream=False))
@@ -280,28 +264,20 @@ async def test_an_heir_takes_over_what_it_would_not_have_admitted(
 
 
 async def test_a_gateway_that_begins_anew_under_its_name(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
+    doomed: Lost, nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
     ring.behave = paced = Paced(TEXT, 12)
-    events: list[Event] = []
-    async with gateway_process(bus, nats_settings, tmp_path) as doomed:
-        reader = asyncio.create_task(read_until_killed(doomed.http, body(), events, CHAT))
-        await until(lambda: len(text_of(events)) == 12)
-        await doomed.kill()
-        await reader
+    events = await read_and_killed(doomed)
     async with run_gateway(nats_settings, instance="doomed") as gateway:
         reading = asyncio.create_task(go_on(gateway, events))
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: any(answer.owned for answer in answers.all()))
         paced.allow()
         assert text_of(events) + text_of(await reading) == TEXT.decode("latin-1")
 
 
 @pytest.mark.slow
-async def test_a_gateway_that_was_only_asleep_yields(
-    doomed: Lost, gateway: RunningGateway, ring: FakeRing, bus: Bus
-) -> None:
+async def test_a_gateway_that_was_only_asleep_yields(doomed: Lost, gateway: RunningGateway, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT, 12)
     events: list[Event] = []
     reader = asyncio.create_task(read_until_killed(doomed.http, body(), events, CHAT))
@@ -309,7 +285,6 @@ async def test_a_gateway_that_was_only_asleep_yields(
     doomed.process.process.send_signal(signal.SIGSTOP)
     reading = asyncio.create_task(go_on(gateway, events[:2]))
     answers = gateway.service.work.answers
-    assert answers is not None
     await until(lambda: any(answer.owned for answer in answers.all()), 20)
     doomed.process.process.send_signal(signal.SIGCONT)
     log = doomed.process.log
@@ -330,19 +305,15 @@ async def test_what_has_run_for_long_is_found_by_the_list(
     async with gateway.http() as http, http.stream("POST", CHAT, json=body()):
         heirs = gateway.service.work.heirs
         answers = gateway.service.work.answers
-        assert heirs is not None
-        assert answers is not None
         monkeypatch.setattr("services.gateway.lifecycle.failover.LISTED_AFTER", 0.0)
         await heirs.write_list()
         lists = await Bucket.open(bus, subjects.UNFINISHED_BUCKET, Unfinished)
         entry = await lists.get(gateway.service.instance)
-        assert entry is not None
         assert entry.value.identities == [answer.identity for answer in answers.all()]
         late = time.time() + 1000
         await lists.put(gateway.service.instance, Unfinished(late, entry.value.identities))
         async with run_gateway(nats_settings) as other:
             heir = other.service.work.heirs
-            assert heir is not None
             left = await heir._left_by(gateway.service.instance, late)
             assert list(left) == entry.value.identities
             assert len(await heir._going(gateway.service.instance, list(left.values()))) == 1
@@ -370,7 +341,6 @@ async def test_what_no_ring_has_spoken_for_is_not_computed_by_an_heir(
     """It has a record, and no ring or scheduler that would say how it ended."""
     ring.taking.clear()
     answers = gateway.service.work.answers
-    assert answers is not None
     async with gateway.http() as http:
         await http.post(CHAT, json=body(stream=False))  # the last one that the ring takes
         if end == "refused by the queue":
@@ -382,7 +352,6 @@ async def test_what_no_ring_has_spoken_for_is_not_computed_by_an_heir(
             leaving.cancel()
     async with run_gateway(nats_settings) as other:
         heir = other.service.work.heirs
-        assert heir is not None
 
         async def all_have_ended() -> bool:
             left = await heir._left_by(gateway.service.instance, time.time())

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -15,20 +14,14 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
-from tests.integration.gateway.resuming import Paced, read_events, text_of
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, say, until
+from tests.integration.gateway.resuming import Paced, streamed, text_of
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 KEY = {"Idempotency-Key": "order-66"}
 TEXT = b"Only once is it paid for."
-
-
-@pytest.fixture
-async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings) as running:
-        yield running
 
 
 async def test_a_repeat_returns_the_finished_one_on_any_gateway(
@@ -66,7 +59,6 @@ async def test_a_log_that_takes_long_to_read_is_not_forgotten_meanwhile(
     """Nobody listens to what is only being found, for longer than it would be kept."""
     ring.behave = paced = Paced(TEXT, 5)
     answers = other.service.work.answers
-    assert answers is not None
     read_sources = answers.read_sources
 
     async def slowly(*given: Any) -> None:
@@ -102,15 +94,12 @@ async def test_a_repeated_stream_goes_on_behind_its_last_event(
 ) -> None:
     ring.behave = paced = Paced(TEXT, 10)
     body = BODY | {"stream": True}
-    async with gateway.http() as http, http.stream("POST", CHAT, json=body, headers=KEY) as response:
-        first = await read_events(response, 5)
-    paced.allow()
-    headers = KEY | {"Last-Event-ID": first[-1][1]}
-    async with other.http() as http, http.stream("POST", CHAT, json=body, headers=headers) as response:
-        rest = await read_events(response)
-    assert text_of(first) + text_of(rest) == TEXT.decode()
-    async with other.http() as http, http.stream("POST", CHAT, json=body, headers=KEY) as response:
-        assert text_of(await read_events(response)) == TEXT.decode()
+    async with gateway.http() as http, other.http() as elsewhere:
+        first = await streamed(http, CHAT, body, 5, headers=KEY)
+        paced.allow()
+        rest = await streamed(elsewhere, CHAT, body, headers=KEY | {"Last-Event-ID": first[-1][1]})
+        assert text_of(first) + text_of(rest) == TEXT.decode()
+        assert text_of(await streamed(elsewhere, CHAT, body, headers=KEY)) == TEXT.decode()
     assert len(ring.requests) == 1
 
 
@@ -138,11 +127,7 @@ async def test_a_failed_request_frees_its_key(nats_settings: CommonSettings, rin
     async with run_gateway(nats_settings, max_generations=1) as gateway, gateway.http() as http:
         refused = await http.post(CHAT, json=BODY | {"temperature": 9}, headers=KEY)
         assert refused.status_code == 400
-
-        async def fail(fake: FakeRing, request: Any) -> None:
-            await fake.emit(request, 0, [], finish="error", error=("invalid_request", "No.", False))
-
-        ring.behave = fail
+        ring.behave = failing("invalid_request", "No.")
         assert (await http.post(CHAT, json=BODY, headers=KEY)).status_code == 400
         full = await http.post(CHAT, json=BODY | {"n": 2}, headers={"Idempotency-Key": "full"})
         assert full.status_code == 429

@@ -84,7 +84,6 @@ async def test_who_looks_for_ids_that_are_not_there_is_held_up(
     gateway: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = gateway.service.work.answers
-    assert answers is not None
     monkeypatch.setattr(answers, "_misses", Misses(2))
     ring.behave = paced = Paced(TEXT, 12)
     async with gateway.http() as http, http.stream("POST", CHAT, json=body()) as response:
@@ -146,9 +145,8 @@ async def test_a_message_lost_on_the_way_makes_the_reading_fail(bus: Bus, monkey
     assert await steps_of(reader, begin) == [0, 1, 2]
 
 
-async def test_a_failed_reading_is_tried_again_before_anybody_is_told(bus: Bus, gateway: RunningGateway) -> None:
+async def test_a_failed_reading_is_tried_again_before_anybody_is_told(gateway: RunningGateway) -> None:
     generations = gateway.service.work.generations
-    assert generations is not None
     consumer: TokenConsumer = generations.tokens
     failures = [TimeoutError(), TimeoutError()]
 
@@ -194,7 +192,6 @@ async def test_what_ended_long_ago_is_not_read_up_to_now(bus: Bus) -> None:
 
 async def test_an_undecodable_frame_does_not_end_the_gateway(gateway: RunningGateway, ring: FakeRing) -> None:
     generations = gateway.service.work.generations
-    assert generations is not None
     await ring.bus.jetstream().publish(subjects.tokens(gateway.service.instance), b"\xc1 no frame")
     generations.tokens._replay_from = lambda: StartPosition(since=time.time() - 5)
     await generations.tokens.replayed()
@@ -222,9 +219,8 @@ async def test_a_gateway_whose_clock_is_ahead_is_followed_from_the_first_token(
 
 
 @pytest.mark.usefixtures("ahead")
-async def test_a_gateway_whose_clock_is_ahead_fills_its_own_gaps(gateway: RunningGateway, ring: FakeRing) -> None:
+async def test_a_gateway_whose_clock_is_ahead_fills_its_own_gaps(gateway: RunningGateway) -> None:
     generations = gateway.service.work.generations
-    assert generations is not None
     generations.tokens._on_frame = lambda frame: None  # nothing comes live
     async with gateway.http() as http:
         asked = asyncio.create_task(http.post(CHAT, json=body(stream=False)))

@@ -105,7 +105,6 @@ def test_an_outline_says_what_reports_need_and_nothing_large() -> None:
         "i", "chat.completions", 1.0, [request], choices=3, stop=["x"], messages=b"x" * LARGE, tenant="acme"
     )
     outline = outline_of(record, 1)
-    assert outline.outline is not None
     assert (outline.outline.model, outline.outline.lane) == ("m", "batch")
     assert (outline.choices, outline.prompts, bool(outline.stop)) == (3, 1, True)
     assert outline.prompt_tokens == LARGE

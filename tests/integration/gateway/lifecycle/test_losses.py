@@ -16,7 +16,7 @@ from shared.messages import Cancel, GenerationRequest
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, beginning, halting, say, silence, until
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -24,7 +24,6 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 
 
 def generations_of(gateway: RunningGateway) -> Generations:
-    assert gateway.service.work.generations is not None
     return gateway.service.work.generations
 
 
@@ -102,16 +101,11 @@ async def test_a_ring_that_flaps_is_lost_each_time(
         else:
             await ring.put_record(state, at=time.time())
 
-    async def half(fake: FakeRing, request: GenerationRequest) -> None:
-        """Falls silent after a word; the attempt after it goes on."""
-        if request.attempt:
-            await say(fake, request)
-            return
-        await fake.emit(request, 0, list(b"Hello"))
-        await until(lambda: generations._by_id[request.generation_id].tokens)
+    async def fall_silent(fake: FakeRing) -> None:
+        await until(lambda: generations._by_id[fake.requests[-1].generation_id].tokens)
         await tell("down", "gone")
 
-    ring.behave = half
+    ring.behave = halting(fall_silent)
     for turn in (1, 2):
         assert await ask(client) == "Hello, world!"
         assert len(ring.requests) == 2 * turn
@@ -152,15 +146,7 @@ async def test_a_superseded_attempt_is_cancelled_in_its_ring(
     client: openai.AsyncOpenAI, gateway: RunningGateway, ring: FakeRing
 ) -> None:
     """The ring was suspected without a reason: it must not decode on for nobody."""
-
-    async def slow(fake: FakeRing, request: GenerationRequest) -> None:
-        if request.attempt:
-            await say(fake, request)
-            return
-        await fake.emit(request, 0, list(b"Hello"))
-        await fake.event("down")
-
-    ring.behave = slow
+    ring.behave = halting(lambda fake: fake.event("down"))
     assert await ask(client) == "Hello, world!"
     await until(lambda: generations_of(gateway).cancellations.idle)
     assert ring.commands == [Cancel([ring.requests[0].generation_id], 0, 0)]
@@ -174,7 +160,6 @@ async def test_cancellations_are_tried_again_when_the_connection_is_back(
     generations = generations_of(gateway)
     asked: list[str] = []
     requester = gateway.service.bus._requester
-    assert requester is not None
     real = requester.request
 
     async def away_at_first(subject: str, *args: Any, **options: Any) -> Any:
@@ -186,10 +171,7 @@ async def test_cancellations_are_tried_again_when_the_connection_is_back(
 
     monkeypatch.setattr(requester, "request", away_at_first)
 
-    async def start(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"Hello"))
-
-    ring.behave = start
+    ring.behave = beginning(b"Hello")
     async with gateway.http() as http:
         running = asyncio.create_task(http.post(CHAT, json=BODY))
         await until(lambda: [item for item in generations._by_id.values() if item.group])
@@ -224,10 +206,7 @@ async def test_requests_that_wait_in_the_queue_cause_no_replays(nats_settings: C
 async def test_one_replay_serves_all_that_have_stalled(
     gateway: RunningGateway, http: httpx.AsyncClient, ring: FakeRing
 ) -> None:
-    async def accept(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, [])
-
-    ring.behave = accept
+    ring.behave = beginning(b"")
     generations = generations_of(gateway)
     waiting = asyncio.create_task(http.post(CHAT, json=BODY | {"n": 8}))
     await until(lambda: sum(bool(item.group) for item in generations._by_id.values()) == 8)

@@ -39,7 +39,6 @@ async def remote(link: Forwarder, nats_settings: CommonSettings, ring: FakeRing)
 
 def owned(gateway: RunningGateway) -> int:
     answers = gateway.service.work.answers
-    assert answers is not None
     return sum(answer.owned and not answer.ended for answer in answers.all())
 
 
@@ -65,7 +64,6 @@ async def test_a_gateway_that_was_cut_off_ends_nothing_that_another_one_owns(
     assert text_of(events) + text_of(rest) == TEXT.decode("latin-1")
     assert finishes(events + rest) == ["stop"]
     generations = remote.service.work.generations
-    assert generations is not None
     await until(lambda: generations.cancellations.idle)
     assert ring.commands == []
     assert not ring.cancelled
@@ -76,7 +74,6 @@ async def test_a_request_that_a_broken_connection_has_lost_is_handed_in_again(
 ) -> None:
     """Its client is not told to come again, and does not wait until the broker's time is up."""
     requester = remote.service.bus._requester
-    assert requester is not None
     link.cut()
     async with remote.http() as http:
         asked = asyncio.create_task(http.post(CHAT, json=body(stream=False)))

@@ -50,11 +50,9 @@ class Reader:
 
 
 @pytest.fixture
-async def reader(bus: Bus, hosts: FakeHosts) -> Reader:
-    await hosts.say()
+async def reader(hosts: FakeHosts) -> Reader:
     reader = Reader()
-    await bus.subscribe(subjects.host_control("host-1"), HostCommand, reader.on_command)  # type: ignore[arg-type]
-    await bus.flush()
+    await hosts.obey(reader.on_command)
     return reader
 
 

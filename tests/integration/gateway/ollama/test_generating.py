@@ -10,11 +10,10 @@ import ollama
 import pytest
 
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest
 from shared.nats.bus import Bus
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, saying, stub_card, until
 from tests.integration.gateway.intake.test_embeddings import embed, vector
 from tests.integration.gateway.intake.test_tools import TEXT as CALLS
 from tests.integration.gateway.intake.test_tools import TOOLS
@@ -143,9 +142,7 @@ async def test_formats_are_grammars(client: ollama.AsyncClient, ring: FakeRing) 
 
 async def test_log_probabilities(client: ollama.AsyncClient) -> None:
     answer = await client.chat(MODEL, HI, logprobs=True, top_logprobs=1)
-    assert answer.logprobs is not None
     assert [one.token for one in answer.logprobs] == list("Hello, world!")
-    assert answer.logprobs[0].top_logprobs is not None
     assert (answer.logprobs[0].logprob, answer.logprobs[0].top_logprobs[0].token) == (-0.5, "a")
     parts = [part async for part in await client.generate(MODEL, "Hi", raw=True, stream=True, logprobs=True)]
     assert "".join(one.token for part in parts for one in part.logprobs or ()) == "Hello, world!"
@@ -194,11 +191,7 @@ async def test_what_is_refused_and_how(http: httpx.AsyncClient, client: ollama.A
 
 
 async def test_an_error_in_the_middle_is_a_line(http: httpx.AsyncClient, ring: FakeRing) -> None:
-    async def break_down(ring: FakeRing, request: GenerationRequest) -> None:
-        await ring.emit(request, 0, [72])
-        await ring.emit(request, 1, [], finish="error", error=("unavailable", "It broke.", False))
-
-    ring.behave = break_down
+    ring.behave = failing("unavailable", "It broke.", behind=b"H")
     lines = lines_of(await http.post(CHAT, json=BODY))
     assert lines[0]["message"]["content"] == "H"
     assert lines[-1] == {"error": "It broke."}

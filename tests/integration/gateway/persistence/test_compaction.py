@@ -7,7 +7,7 @@ import pytest
 
 from shared import limits
 from shared.messages import GenerationRequest
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, say, saying
 from tests.integration.gateway.responding import prompts
 
 SUMMARY = "Ada lives in Rome."
@@ -137,12 +137,8 @@ async def test_a_trigger_makes_a_conversation_shorter(client: openai.AsyncOpenAI
 
 
 async def test_half_a_summary_stands_for_nothing(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
-    async def fail(ring: FakeRing, request: GenerationRequest) -> None:
-        await ring.emit(request, 0, list(b"Ada"))
-        await ring.emit(request, 3, [], finish="error", error=("internal_error", "broken", False))
-
     first = await client.responses.create(model=MODEL, input="I am Ada.")
-    ring.behave = fail
+    ring.behave = failing("internal_error", "broken", behind=b"Ada")
     given: dict[str, Any] = {"model": MODEL, "input": [TRIGGER], "previous_response_id": first.id}
     events = [event async for event in await client.responses.create(**given, stream=True)]
     failed: Any = events[-1]

@@ -33,9 +33,7 @@ async def _lease(bus: Bus) -> Callable[[], Awaitable[object]]:
     job = BatchJob("batch_1", "t", 1.0, "/v1/completions", "f", "f", "24h", 2.0)
     await jobs.create(job)
     entry = await jobs.bucket.get("t", "batch_1")
-    assert entry is not None
     lease = await jobs.claim(entry.key, job, entry.revision, "g")
-    assert lease is not None
     return lambda: lease.write(lambda job: job)
 
 

@@ -17,7 +17,7 @@ from shared.messages.records import ConversationTurn
 from shared.nats.bus import Bus
 from shared.nats.tenants import Quota
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, saying, silence
 from tests.integration.gateway.responding import prompts, status, until_known
 
 
@@ -65,7 +65,6 @@ async def test_responses_read_it_and_add_to_it_at_any_gateway(
     made = await client.conversations.create()
     ring.behave = saying("Hello.")
     first = await client.responses.create(model=MODEL, input="I am Ada.", conversation=made.id)
-    assert first.conversation is not None
     assert first.conversation.id == made.id
     ring.behave = saying("Ada.")
     stream = await elsewhere.responses.create(model=MODEL, input="Who am I?", conversation={"id": made.id}, stream=True)
@@ -86,11 +85,7 @@ async def test_what_fails_or_is_cancelled_adds_nothing(client: openai.AsyncOpenA
     assert await texts(client, made.id) == []
     await client.responses.cancel(job.id)
     await status(client, job.id, "cancelled")
-
-    async def fail(ring: FakeRing, request: Any) -> None:
-        await ring.emit(request, 0, [], finish="error", error=("internal_error", "broken", False))
-
-    ring.behave = fail
+    ring.behave = failing("internal_error", "broken")
     with pytest.raises(openai.InternalServerError):
         await client.responses.create(model=MODEL, input="b", conversation=made.id)
     ring.behave = saying("Hello.")
@@ -225,7 +220,6 @@ async def test_turns_that_have_made_room_are_left_out(kept: Conversations) -> No
         await kept.add(made, "t", said(name, size=1))
     oldest = (await kept.get(made, "t")).turns[0]
     entry = await kept.bucket.get("t", f"{made.removeprefix('conv_')}-{oldest.name}")
-    assert entry is not None
     await kept.bucket.purge(entry.key)
     budget = ByteBudget(limits.HISTORY_BYTES)
     page, more = await kept.page(made, "t", budget, after=None, limit=1, ascending=True)

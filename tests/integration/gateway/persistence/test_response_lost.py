@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,9 +17,11 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
-from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process, mourn, read_until_killed, recorded
+from tests.integration.gateway.lifecycle.test_gateway_lost import Lost, doomed, mourn, read_until_killed, recorded
 from tests.integration.gateway.responding import drop_journal, kept, prompts, text_of
 from tests.integration.gateway.resuming import Event, Paced, read_events
+
+__all__ = ["doomed"]
 
 RESPONSES = "/v1/responses"
 TEXT = "Ein Strom ist ein Log, und die Antwort auch: \u00e4\u00f6\u00fc."
@@ -55,21 +56,18 @@ def identity_of(events: list[Event]) -> str:
 
 
 @pytest.mark.slow
-async def test_streams_go_on_at_any_event(
-    bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
-) -> None:
+async def test_streams_go_on_at_any_event(doomed: Lost, gateway: RunningGateway, ring: FakeRing) -> None:
     """The ring is lost as well."""
     ring.behave = Paced(TEXT.encode("latin-1"), 14)
-    async with gateway_process(bus, nats_settings, tmp_path) as doomed:
-        streams: list[list[Event]] = [[] for _ in range(6)]
-        bodies = [BODY | {"background": number % 2 == 0} for number in range(6)]
-        readers = [
-            asyncio.create_task(read_until_killed(doomed.http, body, events, RESPONSES))
-            for body, events in zip(bodies, streams, strict=True)
-        ]
-        await until(lambda: all(len(deltas(events)) == 14 for events in streams))
-        await doomed.kill()
-        await asyncio.gather(*readers)
+    streams: list[list[Event]] = [[] for _ in range(6)]
+    bodies = [BODY | {"background": number % 2 == 0} for number in range(6)]
+    readers = [
+        asyncio.create_task(read_until_killed(doomed.http, body, events, RESPONSES))
+        for body, events in zip(bodies, streams, strict=True)
+    ]
+    await until(lambda: all(len(deltas(events)) == 14 for events in streams))
+    await doomed.kill()
+    await asyncio.gather(*readers)
     await ring.die()
     ring.behave = Paced(TEXT.encode("latin-1"), 1000)
     ring.resume()
@@ -85,18 +83,17 @@ async def test_streams_go_on_at_any_event(
 
 
 async def test_a_background_response_is_driven_to_its_end_and_kept(
-    bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
+    doomed: Lost, bus: Bus, gateway: RunningGateway, ring: FakeRing
 ) -> None:
     ring.behave = paced = Paced(TEXT.encode("latin-1"), 5)
-    async with gateway_process(bus, nats_settings, tmp_path) as doomed:
-        sent = {"model": MODEL, "input": "Hi", "background": True}
-        made = (await doomed.http.post(RESPONSES, json=sent)).json()
-        assert made["status"] == "queued"
-        await until(lambda: ring.requests)
-        await doomed.kill()
-        await mourn(bus, "doomed")
-        paced.allow()
-        await kept(gateway, made["id"])
+    sent = {"model": MODEL, "input": "Hi", "background": True}
+    made = (await doomed.http.post(RESPONSES, json=sent)).json()
+    assert made["status"] == "queued"
+    await until(lambda: ring.requests)
+    await doomed.kill()
+    await mourn(bus, "doomed")
+    paced.allow()
+    await kept(gateway, made["id"])
     await drop_journal(bus)
     async with gateway.http() as http:
         shown = (await http.get(f"{RESPONSES}/{made['id']}")).json()
@@ -110,15 +107,11 @@ async def going(lost: str, records: list[GenerationRecord]) -> list[GenerationRe
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_an_heir_keeps_what_had_ended(
-    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, late: bool
-) -> None:
+async def test_an_heir_keeps_what_had_ended(gateway: RunningGateway, nats_settings: CommonSettings, late: bool) -> None:
     """Its gateway was lost between the response's end and the store. `late`: the end comes into the journal when the
     heir has read there what goes on."""
     async with run_gateway(nats_settings) as lost:
         answers, heirs = lost.service.work.answers, gateway.service.work.heirs
-        assert answers is not None
-        assert heirs is not None
         answers._keep = lambda answer: None  # type: ignore[method-assign]
         async with lost.http() as http:
             made = (await http.post(RESPONSES, json={"model": MODEL, "input": "Hi"})).json()
@@ -131,12 +124,12 @@ async def test_an_heir_keeps_what_had_ended(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_heir_adds_to_a_conversation_what_had_ended(
-    bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path, stream: bool
+    doomed: Lost, bus: Bus, gateway: RunningGateway, ring: FakeRing, stream: bool
 ) -> None:
     """Its gateway is killed between the response's end, which is in the log, and the conversation's turn: it is
     stopped before the end comes, and never goes on."""
     ring.behave = paced = Paced(b"Ada.", 4)
-    async with gateway_process(bus, nats_settings, tmp_path) as doomed, gateway.openai() as client:
+    async with gateway.openai() as client:
         made = await client.conversations.create(items=[{"role": "user", "content": "I am Ada."}])
         sent = {"model": MODEL, "input": "Who am I?", "conversation": made.id, "stream": stream}
         events: list[Event] = []

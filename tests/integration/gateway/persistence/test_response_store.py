@@ -97,7 +97,6 @@ async def test_what_the_version_before_kept_is_shown_and_deleted(bus: Bus) -> No
     await store.keep(whole)
     plain = await Bucket.open(bus, subjects.RESPONSES_BUCKET, ResponsePart, plain=True)
     entry = await plain.get(f"acme.{whole.record.identity}")
-    assert entry is not None
     await plain.put(whole.record.identity, entry.value)
     await plain.purge(entry.key)
     assert await store.get(whole.record.identity, "acme") == whole
@@ -134,7 +133,6 @@ async def test_what_is_read_is_charged_decompressed_and_before_it_is(bus: Bus, m
         await store.get(kept.record.identity, "", reads)
     monkeypatch.setattr(store_module, "inflated", inflating)
     head = await store.bucket.get("", kept.record.identity)
-    assert head is not None
     older = msgspec.structs.replace(head.value, size=0)  # which does not say its size
     await store.bucket.update(head.key, older, head.revision)
     with pytest.raises(PayloadTooLarge, match="limit history_reads"):
@@ -146,7 +144,6 @@ async def test_the_first_to_write_has_written_it(bus: Bus) -> None:
     await store.keep(response(1, "first"))
     await store.keep(response(1, "second"))
     found = await store.get(f"{1:032x}", "")
-    assert found is not None
     assert found.response == b"first"
     await store.delete(f"{1:032x}", "")
     await store.keep(response(1, "third"))
@@ -170,11 +167,9 @@ async def test_its_time_begins_anew_once_it_is_half_over(bus: Bus) -> None:
     await store.keep(response(1))
     await store.refresh(identity, "")
     head = await store.bucket.get("", identity)
-    assert head is not None
     await store.bucket.put("", identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501))
     await store.refresh(identity, "")
     later = await store.bucket.get("", identity)
-    assert later is not None
     assert later.value.kept_at >= head.value.kept_at
     assert await store.get(identity, "") == response(1)
     await store.refresh(f"{2:032x}", "")

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -58,18 +58,23 @@ async def test_a_head_that_is_never_finished(hasty: RunningGateway) -> None:
     await works(hasty)
 
 
+async def drip(client: Raw, parts: Iterable[bytes]) -> None:
+    """Sends a part now and then, until the client is told that it takes too long."""
+
+    async def send() -> None:
+        for part in parts:
+            await client.send(part)
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(send())
+    assert await client.error() == (408, "request_timeout")
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+
+
 async def test_one_byte_now_and_then_buys_no_time(hasty: RunningGateway) -> None:
     async with connect(hasty) as slow:
-
-        async def drip() -> None:
-            for byte in GET + b"x: " + b"y" * 10_000:
-                await slow.send(bytes([byte]))
-                await asyncio.sleep(0.02)
-
-        dripping = asyncio.create_task(drip())
-        assert await slow.error() == (408, "request_timeout")
-        dripping.cancel()
-        await asyncio.gather(dripping, return_exceptions=True)
+        await drip(slow, (bytes([byte]) for byte in GET + b"x: " + b"y" * 10_000))
 
 
 async def test_the_next_request_of_a_connection_has_as_long_as_the_first(hasty: RunningGateway) -> None:
@@ -106,16 +111,7 @@ async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> No
     async with connect(hasty) as client:
         await client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
         assert (await client.answer())[0] == 404
-
-        async def drip() -> None:
-            while True:
-                await client.send(b"1\r\nx\r\n")
-                await asyncio.sleep(0.02)
-
-        dripping = asyncio.create_task(drip())
-        assert await client.error() == (408, "request_timeout")
-        dripping.cancel()
-        await asyncio.gather(dripping, return_exceptions=True)
+        await drip(client, itertools.repeat(b"1\r\nx\r\n"))
 
 
 def posted(version: bytes = b"1.1", **more: object) -> bytes:

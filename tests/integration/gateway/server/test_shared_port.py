@@ -17,7 +17,7 @@ from tests.integration.gateway.api_keys import Keys, bearer
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, until
 from tests.integration.gateway.lifecycle.test_drain import BODY, Held
-from tests.integration.gateway.resuming import Paced, public_id, read_events, text_of
+from tests.integration.gateway.resuming import Paced, public_id, resumed, streamed, text_of
 from tests.integration.gateway.server.test_tls import Files, files  # noqa: F401  # a fixture
 from tests.integration.gateway.streams.test_resume import CHAT, STREAM, TEXT
 
@@ -75,14 +75,11 @@ async def sharing(
 async def test_a_stream_begun_at_one_goes_on_at_the_other(nats_settings: CommonSettings, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT, 10)
     async with sharing(nats_settings) as shared:
-        async with shared.connected_to(0) as one, one.stream("POST", CHAT, json=STREAM) as response:
-            first = await read_events(response, 5)
+        async with shared.connected_to(0) as one:
+            first = await streamed(one, CHAT, STREAM, 5)
         paced.allow()
-        path = f"/v1/generations/{public_id(first)}/stream"
-        headers = {"Last-Event-ID": first[-1][1]}
-        async with shared.connected_to(1) as other, other.stream("GET", path, headers=headers) as response:
-            assert response.status_code == 200, await response.aread()
-            rest = await read_events(response)
+        async with shared.connected_to(1) as other:
+            rest = await resumed(other, public_id(first), first[-1][1])
     assert text_of(first) + text_of(rest) == TEXT.decode()
     assert len(ring.requests) == 1
 

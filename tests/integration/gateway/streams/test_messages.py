@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -16,7 +15,7 @@ from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.api_keys import changes_to
 from tests.integration.gateway.auth.test_limits import make
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, failing, saying, stub_card, until
 from tests.integration.gateway.lifecycle.test_gateway_lost import Lost, gateway_process
 from tests.integration.gateway.resuming import Paced
 
@@ -35,13 +34,6 @@ TOOL: Any = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 Event = dict[str, Any]
-
-
-@pytest.fixture
-async def claude(gateway: RunningGateway) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    url = gateway.url
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
-        yield made
 
 
 def prompts(ring: FakeRing) -> list[str]:
@@ -284,9 +276,7 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient) -> None:
         assert said in body["error"]["message"]
 
 
-async def test_what_changes_nothing_is_named(
-    nats_settings: CommonSettings, ring: FakeRing, http: httpx.AsyncClient
-) -> None:
+async def test_what_changes_nothing_is_named(nats_settings: CommonSettings, http: httpx.AsyncClient) -> None:
     body = BODY | {
         "thinking": {"type": "adaptive", "display": "omitted"},
         "output_config": {"effort": "low"},
@@ -351,11 +341,7 @@ async def test_a_repeat_under_a_key_is_the_same_message(http: httpx.AsyncClient,
 
 
 async def test_an_error_within_a_stream_is_an_event(claude: anthropic.AsyncAnthropic, ring: FakeRing) -> None:
-    async def fail(ring: FakeRing, request: Any) -> None:
-        await ring.emit(request, 0, [65])
-        await ring.emit(request, 1, [], finish="error", error=("internal", "It broke.", False))
-
-    ring.behave = fail
+    ring.behave = failing("internal", "It broke.", behind=b"A")
     stream = await claude.messages.create(model=MODEL, max_tokens=5, messages=[USER], stream=True)
     kinds: list[str] = []
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -153,9 +152,7 @@ async def test_each_api_s_own_events_tell_it_where_a_header_asks_them_to(
 
 
 @pytest.mark.parametrize("path", OF_OLLAMA)
-async def test_ollama_s_lines_are_its_own_unless_asked(
-    gateway: RunningGateway, ring: FakeRing, slow: Slow, path: str
-) -> None:
+async def test_ollama_s_lines_are_its_own_unless_asked(gateway: RunningGateway, slow: Slow, path: str) -> None:
     body = {"model": MODEL} | OF_OLLAMA[path]
     for told in (2, 3, 0):
         slow.told.put_nowait(told)
@@ -190,7 +187,7 @@ async def test_official_clients_pass_over_what_is_not_their_api_s(gateway: Runni
 
 
 async def test_the_websocket_of_responses_tells_it_where_its_handshake_asks(
-    gateway: RunningGateway, ring: FakeRing, slow: Slow
+    gateway: RunningGateway, slow: Slow
 ) -> None:
     address = gateway.websocket_url.replace("/v1/stream", "/v1/responses")
     for headers, found in ((ASKED, [{"processed": 2, "stream_id": "a"}]), ({}, [])):
@@ -232,12 +229,6 @@ async def test_openai_s_client_passes_over_it(gateway: RunningGateway, slow: Slo
 async def tell(ring: FakeRing, slow: Slow, computed: int) -> None:
     await until(lambda: ring.requests)
     slow.told.put_nowait(computed)
-
-
-@pytest.fixture
-async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings) as running:
-        yield running
 
 
 async def test_whoever_asks_for_it_reads_it_in_a_header_at_any_gateway(

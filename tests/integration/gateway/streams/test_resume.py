@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -11,7 +10,16 @@ import pytest
 from shared.config import CommonSettings
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, silence, until
-from tests.integration.gateway.resuming import Paced, finishes, public_id, read_events, text_of
+from tests.integration.gateway.resuming import (
+    Event,
+    Paced,
+    finishes,
+    public_id,
+    read_events,
+    resumed,
+    streamed,
+    text_of,
+)
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -19,41 +27,17 @@ STREAM: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": True, "se
 TEXT = b"The log is the thing, and a connection is a cursor."
 
 
-@pytest.fixture
-async def other(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings) as running:
-        yield running
-
-
 async def begin(
     gateway: RunningGateway, characters: int | None, body: dict[str, Any] = STREAM, path: str = CHAT
-) -> Any:
+) -> list[Event]:
     """The first events of a stream, with so many characters; then the client goes."""
-    async with gateway.http() as http, http.stream("POST", path, json=body) as response:
-        assert response.status_code == 200, await response.aread()
-        return await read_events(response, characters)
+    async with gateway.http() as http:
+        return await streamed(http, path, body, characters)
 
 
-async def go_on(gateway: RunningGateway, identity: str, last: str | None) -> list[tuple[str, str]]:
-    headers = {} if last is None else {"Last-Event-ID": last}
-    async with (
-        gateway.http() as http,
-        http.stream("GET", f"/v1/generations/{identity}/stream", headers=headers) as response,
-    ):
-        assert response.status_code == 200, await response.aread()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return await read_events(response)
-
-
-async def test_a_stream_goes_on_at_its_own_gateway(gateway: RunningGateway, ring: FakeRing) -> None:
-    ring.behave = paced = Paced(TEXT, 10)
-    first = await begin(gateway, 5)
-    paced.allow()
-    rest = await go_on(gateway, public_id(first), first[-1][1])
-    assert text_of(first) + text_of(rest) == TEXT.decode()
-    assert finishes(first + rest) == ["stop"]
-    assert rest[-1] == ("[DONE]", "")
-    assert len(ring.requests) == 1
+async def go_on(gateway: RunningGateway, identity: str, last: str) -> list[Event]:
+    async with gateway.http() as http:
+        return await resumed(http, identity, last)
 
 
 async def test_a_stream_goes_on_at_another_gateway_while_it_runs(
@@ -63,7 +47,6 @@ async def test_a_stream_goes_on_at_another_gateway_while_it_runs(
     first = await begin(gateway, 5)
     reading = asyncio.create_task(go_on(other, public_id(first), first[-1][1]))
     answers = gateway.service.work.answers
-    assert answers is not None
     await until(lambda: any(answer.listened_until for answer in answers.all()))
     paced.allow()
     rest = await reading
@@ -79,23 +62,13 @@ async def test_a_finished_generation_is_replayed_from_every_position(
     whole = await begin(gateway, None)
     identity = public_id(whole)
     assert text_of(whole) == TEXT.decode()
-    assert text_of(await go_on(other, identity, None)) == TEXT.decode()
+    assert text_of(await go_on(other, identity, "")) == TEXT.decode()
     for index in range(len(whole) - 1):
         rest = await go_on(other, identity, whole[index][1])
         assert text_of(whole[: index + 1]) + text_of(rest) == TEXT.decode()
         assert finishes(whole[: index + 1]) + finishes(rest) == ["stop"]
     end = await go_on(other, identity, whole[-2][1])
     assert end == [("[DONE]", "")]
-
-
-async def test_choices_have_a_position_each(gateway: RunningGateway, other: RunningGateway, ring: FakeRing) -> None:
-    ring.behave = paced = Paced(TEXT, 10)
-    first = await begin(gateway, 9, STREAM | {"n": 2, "logprobs": True})
-    assert "," in first[-1][1]
-    paced.allow()
-    rest = await go_on(other, public_id(first), first[-1][1])
-    for choice in (0, 1):
-        assert text_of(first, choice) + text_of(rest, choice) == TEXT.decode()
 
 
 @pytest.mark.parametrize("cut", range(2, 12))
@@ -154,7 +127,6 @@ async def test_background_outlives_the_grace_and_its_stop_string_ends_it(
         async with http.stream("POST", CHAT, json=body, headers=headers) as response:
             first = await read_events(response, 3)
         answers = gateway.service.work.answers
-        assert answers is not None
         await until(lambda: [answer for answer in answers.all() if not answer.readers])
         paced.allow(25)
         await until(lambda: ring.requests[0].generation_id in ring.commanded)  # the stop string was found
@@ -176,7 +148,6 @@ async def test_a_client_that_left_before_the_first_token_frees_its_place_at_once
             task.cancel()
         await until(lambda: ring.cancelled)
         answers = gateway.service.work.answers
-        assert answers is not None
         (kept,) = [answer for answer in answers.all() if not answer.ended]
         assert kept.record.idempotency
         assert ring.cancelled == {item.generation_id for item in ring.requests} - {f"{kept.identity}-0"}
@@ -189,7 +160,6 @@ async def test_a_client_that_left_keeps_its_place_while_nobody_waits_for_it_or_i
     ring.behave = paced = Paced(TEXT, 10)
     async with run_gateway(nats_settings, resume_grace=3600.0) as gateway, gateway.http() as http:
         answers, catalog = gateway.service.work.answers, gateway.service.work.catalog
-        assert answers is not None
         await ring.put_record("busy", running=1)
         async with http.stream("POST", CHAT, json=STREAM, headers=headers) as response:
             first = await read_events(response, 5)
@@ -261,7 +231,6 @@ async def test_readers_are_bounded(nats_settings: CommonSettings, ring: FakeRing
         http.stream("POST", CHAT, json=STREAM),
     ):
         answers = gateway.service.work.answers
-        assert answers is not None
         (answer,) = answers.all()
         refused = await http.get(f"/v1/generations/{answer.public_id}/stream")
         assert refused.status_code == 429

@@ -13,7 +13,17 @@ from shared.messages import GenerationRequest, GroupRecord, ModelCard
 from shared.nats import subjects
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, saying, silence, until
+from tests.integration.gateway.fake_ring import (
+    MODEL,
+    FakeRing,
+    beginning,
+    failing,
+    halting,
+    say,
+    saying,
+    silence,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -34,14 +44,12 @@ async def test_frames_dropped_by_the_client_library_are_filled_from_the_journal(
     async with run_gateway(nats_settings, pending_frames=2) as gateway, gateway.openai() as client:
         answers = await asyncio.gather(*(client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(3)))
         assert {answer.choices[0].message.content for answer in answers} == {LONG}
-        assert gateway.service.work.generations is not None
         assert gateway.service.work.generations.tokens.replays > 0
 
 
 async def test_a_missed_end_is_found_when_the_stream_stalls(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, stall_timeout=0.2) as gateway, gateway.http() as http:
         generations = gateway.service.work.generations
-        assert generations is not None
         live = generations.tokens._on_frame
 
         def deaf(frame: Any) -> None:
@@ -56,11 +64,7 @@ async def test_a_missed_end_is_found_when_the_stream_stalls(nats_settings: Commo
 
 
 async def test_a_lost_group_is_survived_in_mid_stream(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
-    async def half(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"Hello"))
-        await asyncio.Event().wait()
-
-    ring.behave = half
+    ring.behave = beginning(b"Hello")
     stream = await client.chat.completions.create(model=MODEL, messages=HELLO, seed=5, stream=True)
     text = ""
     async for chunk in stream:
@@ -108,7 +112,6 @@ async def test_a_request_in_the_queue_is_not_handed_in_twice(
     await ring.stop()
     waiting = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
     generations = gateway.service.work.generations
-    assert generations is not None
     await until(lambda: [item for item in generations._by_id.values() if item.state == "queued"])
     suspect = next(iter(generations._by_id.values()))
     generations.on_group_lost("g1", 1, MODEL)
@@ -121,24 +124,17 @@ async def test_a_request_in_the_queue_is_not_handed_in_twice(
 
 
 async def test_a_record_of_a_new_epoch_tells_of_a_loss_too(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
-    async def half(fake: FakeRing, request: GenerationRequest) -> None:
-        if request.attempt:
-            await say(fake, request)
-            return
-        await fake.emit(request, 0, list(b"Hello"))
+    async def renew(fake: FakeRing) -> None:
         fake.epoch += 1
         await fake.put_record("ready")
 
-    ring.behave = half
+    ring.behave = halting(renew)
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     assert answer.choices[0].message.content == "Hello, world!"
 
 
 async def test_the_budget_of_attempts_is_bounded(http: httpx.AsyncClient, ring: FakeRing) -> None:
-    async def always(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, [], finish="error", error=("ring_lost", "A rank died.", True))
-
-    ring.behave = always
+    ring.behave = failing("ring_lost", "A rank died.", retryable=True)
     answer = await http.post(CHAT, json=BODY)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "ring_lost"
@@ -165,7 +161,6 @@ async def test_a_client_that_goes_cancels_its_generation(nats_settings: CommonSe
             await until(lambda: ring.requests[1].generation_id in ring.cancelled)
             assert ring.requests[1].generation_id not in ring.commanded
         generations = gateway.service.work.generations
-        assert generations is not None
         await until(lambda: len(generations) == 0)
 
 
@@ -175,17 +170,13 @@ async def test_a_queued_request_of_a_client_that_went_is_withdrawn(gateway: Runn
         with pytest.raises(httpx.ReadTimeout):
             await http.post(CHAT, json=BODY, timeout=0.2)
     generations = gateway.service.work.generations
-    assert generations is not None
     await until(lambda: len(generations) == 0 and generations.cancellations.idle)
     info = await ring.bus.jetstream().stream_info("INTAKE")
     assert info.state.messages == 0
 
 
 async def test_streams_that_outlast_the_grace_are_told(nats_settings: CommonSettings, ring: FakeRing) -> None:
-    async def start(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"He"))
-
-    ring.behave = start
+    ring.behave = beginning(b"He")
     async with run_gateway(nats_settings, drain_timeout=0.1) as gateway, gateway.openai() as client:
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         gateway.service.end()
@@ -206,7 +197,6 @@ async def test_frames_missed_while_disconnected_are_filled_from_the_journal(
     async def behave(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, list(b"Hello"))
         await fake.bus.flush()
-        assert nats_client._transport is not None
         nats_client._transport.close()  # as if the network had cut it
         for position, token in enumerate(b", world!", 5):
             await fake.emit(request, position, [token])
@@ -217,7 +207,6 @@ async def test_frames_missed_while_disconnected_are_filled_from_the_journal(
     ring.behave = behave
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     assert answer.choices[0].message.content == "Hello, world!"
-    assert gateway.service.work.generations is not None
     assert gateway.service.work.generations.tokens.replays > 0
 
 
@@ -227,15 +216,7 @@ async def test_a_deleted_group_is_a_lost_one_and_a_deleted_model_is_unknown(
     groups = await Bucket.open(ring.bus, subjects.GROUPS_BUCKET, GroupRecord)
     models = await Bucket.open(ring.bus, subjects.MODELS_BUCKET, ModelCard)
     await ring.put_record("ready")
-
-    async def half(fake: FakeRing, request: GenerationRequest) -> None:
-        if request.attempt:
-            await say(fake, request)
-            return
-        await fake.emit(request, 0, list(b"Hello"))
-        await groups.delete(fake.group)
-
-    ring.behave = half
+    ring.behave = halting(lambda fake: groups.delete(fake.group))
     answer = await http.post(CHAT, json=BODY)
     assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
     await models.delete(MODEL)

@@ -9,10 +9,7 @@ import ollama
 import pytest
 
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
-from shared.messages import GenerationRequest, TokenizerBundle
-from shared.nats import subjects
-from shared.nats.bus import Bus, encode
-from shared.nats.objects import Objects
+from shared.messages import GenerationRequest
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
@@ -44,12 +41,10 @@ class Thinkers:
         self._ring = ring
         self._tokenizer = ModelTokenizer(tiny_files())
 
-    async def start(self, http: httpx.AsyncClient, bus: Bus) -> None:
-        store = Objects(bus, subjects.TOKENIZERS_STORE)
-        await store.open()
+    async def start(self, http: httpx.AsyncClient) -> None:
         for name, template in TEMPLATES.items():
             files = name.replace("/", "-")
-            await store.put(files, encode(TokenizerBundle(tiny_files(template=template))))
+            await self._ring.add_tokenizer(files, tiny_files(template=template))
             await self._ring.add_model(stub_card(name, tokenizer=files, vocab_size=258))
             await until_listed(http, name)
         self._ring.behave = self._answer
@@ -69,22 +64,15 @@ class Thinkers:
 
 
 @pytest.fixture
-async def thinkers(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> Thinkers:
+async def thinkers(http: httpx.AsyncClient, ring: FakeRing) -> Thinkers:
     made = Thinkers(ring)
-    await made.start(http, bus)
+    await made.start(http)
     return made
 
 
 @pytest.fixture
 async def local(gateway: RunningGateway) -> AsyncIterator[ollama.AsyncClient]:
     async with ollama.AsyncClient(host=gateway.url, timeout=20) as made:
-        yield made
-
-
-@pytest.fixture
-async def claude(gateway: RunningGateway) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    url = gateway.url
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ from services.cli.commands.fine_tune.client import FineTuningClient
 from services.cli.gateway_client import RequestRefused, connected
 from services.cli.target import Gateway
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing
+from tests.integration.gateway.fake_ring import MODEL
 from tests.integration.gateway.training.fake_trainer import LINE, FakeTrainer
 
 
@@ -27,9 +27,7 @@ async def fine_tune(gateway: RunningGateway, *arguments: str, code: int = 0) -> 
 
 
 @pytest.mark.slow
-async def test_a_job_from_the_command_line(
-    gateway: RunningGateway, ring: FakeRing, trainer: FakeTrainer, tmp_path: Path
-) -> None:
+async def test_a_job_from_the_command_line(gateway: RunningGateway, trainer: FakeTrainer, tmp_path: Path) -> None:
     source, out = tmp_path / "examples.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps(LINE) + "\n" for _ in range(4)))
     settings = ["--epochs", "2", "--batch-size", "4", "--suffix", "mine", "--rank", "8", "--target", "q_proj"]
@@ -55,7 +53,7 @@ async def test_a_job_from_the_command_line(
 
 
 async def test_the_client_of_the_command_line_reads_what_a_gateway_says(
-    gateway: RunningGateway, ring: FakeRing, trainer: FakeTrainer, tmp_path: Path
+    gateway: RunningGateway, trainer: FakeTrainer, tmp_path: Path
 ) -> None:
     source = tmp_path / "examples.jsonl"
     source.write_text("".join(json.dumps(LINE) + "\n" for _ in range(4)))
@@ -83,9 +81,7 @@ async def test_the_client_of_the_command_line_reads_what_a_gateway_says(
 
 
 @pytest.mark.slow
-async def test_what_is_wrong_with_a_file_is_told_with_its_line(
-    gateway: RunningGateway, ring: FakeRing, tmp_path: Path
-) -> None:
+async def test_what_is_wrong_with_a_file_is_told_with_its_line(gateway: RunningGateway, tmp_path: Path) -> None:
     source = tmp_path / "examples.jsonl"
     source.write_text(f'{json.dumps(LINE)}\n{{"messages": []}}\n')
     shown = await fine_tune(gateway, "create", str(source), "--model", MODEL, "--follow", code=1)

@@ -84,7 +84,6 @@ class Publishing:
 
     async def lease(self, gateway: str) -> JobLease[TrainingJob]:
         entry = await self.trainer.jobs.bucket.get("", JOB)
-        assert entry is not None
         lease = await self.trainer.jobs.claim(entry.key, entry.value, entry.revision, gateway)
         assert lease is not None
         return lease
@@ -206,7 +205,6 @@ async def test_a_full_registry_fails_the_job_with_its_reason(
     await publishing.run(0)
     job = await trainer.known(JOB)
     assert (job.status, job.host, job.result, job.clean) == ("failed", "", None, True)
-    assert job.error is not None
     assert job.error.code == "too_many_adapters"
     assert f"limit {names}, fixed" in job.error.message
     assert [one.name for one in job.adapters] == [f"{NAME}:ckpt-step-{step + 1}" for step in range(names)]

@@ -57,7 +57,6 @@ def test_two_models_make_one(some: list[float], others: list[float]) -> None:
 def test_a_percentile_of_prometheus_lies_in_its_bucket(given: list[float], percent: float) -> None:
     found = quantile(cumulative(given), percent)
     exact = nearest_rank(given, percent)
-    assert found is not None
     assert found.at_least < exact or found.at_least == 0
     assert exact <= (math.inf if found.at_most is None else found.at_most)
     assert found.at_least <= found.value <= (found.value if found.at_most is None else found.at_most)
@@ -68,8 +67,6 @@ def test_both_sources_agree_on_the_same_values(given: list[float]) -> None:
     journal, prometheus = sketch(given).percentiles(), percentiles(cumulative(given))
     assert journal.count == prometheus.count == len(given)
     for ours, theirs in ((journal.p50, prometheus.p50), (journal.p99, prometheus.p99)):
-        assert ours is not None
-        assert theirs is not None
         assert ours.value >= theirs.at_least / GROWTH
         assert ours.value <= (theirs.at_most or math.inf) * GROWTH
 
@@ -78,7 +75,6 @@ def test_interpolation_is_that_of_histogram_quantile() -> None:
     counts = {0.1: 10.0, 0.2: 30.0, math.inf: 40.0}
     found = [quantile(counts, percent) for percent in (12.5, 50, 95)]
     assert [round(one.value, 6) for one in found if one] == [0.05, 0.15, 0.2]
-    assert found[2] is not None
     assert found[2].at_most is None, "longer than the last bound"
 
 

@@ -71,7 +71,6 @@ def test_a_request_is_counted_with_its_times() -> None:
     assert (whole.requests.completed, whole.error_rate, whole.availability) == (1, 0.0, 1.0)
     assert (whole.first_token.count, whole.between_tokens.count, whole.end_to_end.count) == (1, 1, 1)
     for found, exact in ((whole.first_token, 0.5), (whole.between_tokens, 0.2), (whole.end_to_end, 1.0)):
-        assert found.p50 is not None
         assert abs(found.p50.value / exact - 1) < 0.01
     assert (whole.tokens.prompt, whole.tokens.output) == (3, 3)
 
@@ -88,7 +87,6 @@ def test_entries_may_come_before_their_record() -> None:
     journal.ledger.on_records(1100.6, [record("a", 1100.0)])
     whole = journal.says(1100.7, entry("a", 2, 1, "length")).all()
     assert whole.requests.completed == 1
-    assert whole.first_token.p50 is not None
     assert abs(whole.first_token.p50.value / 0.5 - 1) < 0.01
 
 
@@ -136,7 +134,6 @@ def test_a_failover_is_counted_with_its_interruption() -> None:
     journal = Journal().begins("a", 1100).says(1101, entry("a", 0, 2))
     whole = journal.says(1104, entry("a", 2, 2, "stop", attempt=1)).all()
     assert whole.failovers.count == 1
-    assert whole.failovers.interruption.p50 is not None
     assert abs(whole.failovers.interruption.p50.value / 3 - 1) < 0.01
 
 

@@ -148,16 +148,11 @@ def executors_of(stack: LocalStack) -> list[list[str]]:
     return [child.arguments for child in stack.children if child.service == "executor"]
 
 
-def test_executors_are_told_how_to_keep_blocks_where_the_command_says_so(tmp_path: Path) -> None:
-    assert not any("--kv-dtype" in arguments for arguments in executors_of(make_stack(tmp_path)))
-    for arguments in executors_of(make_stack(tmp_path, kv_dtype="int8")):
-        assert arguments[arguments.index("--kv-dtype") + 1] == "int8"
-
-
-def test_executors_are_told_how_to_keep_weights_where_the_command_says_so(tmp_path: Path) -> None:
-    assert not any("--weight-dtype" in arguments for arguments in executors_of(make_stack(tmp_path)))
-    for arguments in executors_of(make_stack(tmp_path, weight_dtype="fp8")):
-        assert arguments[arguments.index("--weight-dtype") + 1] == "fp8"
+@pytest.mark.parametrize("what", ["kv", "weight"])
+def test_executors_are_told_how_to_keep_blocks_and_weights_where_the_command_says_so(tmp_path: Path, what: str) -> None:
+    assert not any(f"--{what}-dtype" in arguments for arguments in executors_of(make_stack(tmp_path)))
+    for arguments in executors_of(make_stack(tmp_path, **{f"{what}_dtype": "int8"})):
+        assert arguments[arguments.index(f"--{what}-dtype") + 1] == "int8"
 
 
 def test_parsers_are_the_executors_own_unless_they_are_given(tmp_path: Path) -> None:
@@ -172,7 +167,6 @@ def test_the_draft_model_is_the_executors_and_that_of_whatever_replaces_them(tmp
         stack = make_stack(tmp_path, draft_model=draft)
         arguments, own = executors_of(stack)[0], stack.plan.own_spec()
         assert ("--draft-model" in arguments) == bool(draft)
-        assert own is not None
         assert own.settings.draft_model == (draft or None)
 
 

@@ -34,6 +34,5 @@ def test_what_is_for_none_is_refused() -> None:
 
 def test_a_conversation_is_a_responses_by_its_input_and_else_a_chat() -> None:
     found = ENDPOINTS.of_conversation(b'{"input": ""}')
-    assert found is not None
     assert found.name == "responses"
     assert ENDPOINTS.of_conversation(b'{"messages": [], "": ""}') is None

@@ -63,7 +63,6 @@ def test_objects_are_closed_unless_the_request_or_the_server_says_otherwise() ->
     assert grammar(**given, close_objects=False) == grammar_of_schema(OPEN)
     for choice, expected in ((None, OPEN), (True, SCHEMA)):
         wanted = wanted_by(chat(**given, close_objects=choice), closes=False)
-        assert wanted is not None
         assert wanted.grammar == grammar_of_schema(expected)
 
 
@@ -102,14 +101,12 @@ def test_structural_tags_in_vllms_forms() -> None:
     newer = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag]}}
     older = {"triggers": ["<f="], "structures": [{"begin": "<f=a>", "schema": OPEN, "end": "</f>"}]}
     found = grammar(response_format={"type": "structural_tag"} | newer)
-    assert found is not None
     assert '"additionalProperties":false' in found.text
     for given in (newer, older, {"type": "structural_tag"} | older):
         assert grammar(structured_outputs={"structural_tag": given}) == found
         assert grammar(structured_outputs={"structural_tag": json.dumps(given)}) == found
     assert grammar(response_format={"type": "structural_tag"} | older) == found
     opened = grammar(response_format={"type": "structural_tag"} | newer, close_objects=False)
-    assert opened is not None
     assert "additionalProperties" not in opened.text
 
 
@@ -129,7 +126,6 @@ def test_completions_take_them_too() -> None:
     body = {"model": "m", "prompt": "x", "response_format": named()}
     request = msgspec.json.decode(json.dumps(body), type=CompletionRequest)
     wanted = wanted_by(request)
-    assert wanted is not None
     assert wanted.grammar == grammar_of_schema(SCHEMA)
 
 
@@ -208,7 +204,6 @@ async def test_gbnf_goes_to_the_ring_as_lark() -> None:
     grammars = Grammars()
     try:
         found = await grammars.of(chat(guided_grammar='root ::= "a" | "b"'))
-        assert found is not None
         assert found.kind == "lark"
         assert "::=" not in found.text
     finally:

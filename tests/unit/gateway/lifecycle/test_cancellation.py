@@ -82,26 +82,18 @@ async def settle(cancellations: Cancellations) -> None:
     assert cancellations.idle
 
 
-async def test_an_owner_says_again_only_what_is_still_its_own(bus: FakeBus) -> None:
+@pytest.mark.parametrize(("numbers", "own"), [((1, 2, 3), [f"{1:032}-0"]), ((2,), [])])
+async def test_an_owner_says_again_only_what_is_still_its_own(
+    bus: FakeBus, numbers: tuple[int, ...], own: list[str]
+) -> None:
     claims = FakeClaims()
     claims.rivals = {f"{2:032}": object(), f"{3:032}": BrokerUnavailable("who knows")}
     cancellations = of(bus, claims)
     bus.refused = 1
-    for number in (1, 2, 3):
+    for number in numbers:
         cancellations.cancel(generation(number), by_owner=True)
     await settle(cancellations)
-    [(_, said)] = bus.said
-    assert said.generation_ids == [f"{1:032}-0"]
-
-
-async def test_what_others_own_by_now_is_not_said_at_all(bus: FakeBus) -> None:
-    claims = FakeClaims()
-    claims.rivals = {f"{2:032}": object()}
-    cancellations = of(bus, claims)
-    bus.refused = 1
-    cancellations.cancel(generation(2), by_owner=True)
-    await settle(cancellations)
-    assert bus.said == []
+    assert [said.generation_ids for _, said in bus.said] == ([own] if own else [])
 
 
 async def test_it_waits_for_the_connection_and_gives_up_after_a_second_refusal(bus: FakeBus) -> None:

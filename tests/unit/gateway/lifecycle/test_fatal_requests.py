@@ -101,7 +101,6 @@ def test_the_error_says_which_ring_died_of_what() -> None:
     on_ring(made, "a", 1)
     made.on_group_lost("a", 1, RingDeath(1, "out_of_memory", ["g", "h"]))
     request = made.next_attempt(1.0, 0.0)
-    assert request is not None
     assert request.suspected == "out_of_memory"
     on_ring(made, "b", 1)
     made.on_group_lost("b", 1, RingDeath(1, "hung", ["g"]))
@@ -114,7 +113,6 @@ def test_who_waited_or_ran_beside_a_suspect_is_not_suspected() -> None:
     on_ring(made, "a", 1)
     made.on_group_lost("a", 1, RingDeath(1, "crashed", ["other"]))
     request = made.next_attempt(1.0, 0.0)
-    assert request is not None
     assert not request.suspected
 
 

@@ -59,7 +59,6 @@ def test_a_lost_group_leads_to_another_attempt_with_the_tokens_so_far() -> None:
     assert made.generation.on_group_lost("ring", 0) is StreamDecision.NOTHING
     assert made.generation.on_group_lost("ring", 1) is StreamDecision.RECOVER
     request = made.recover()
-    assert request is not None
     assert (request.attempt, request.generated, request.lane, request.deadline) == (1, [5, 6], "recovery", 3000)
     assert made.generation.state == "recovering"
     assert made.generation.on_group_lost("ring", 1) is StreamDecision.NOTHING
@@ -175,7 +174,6 @@ def test_a_lost_end_leaves_no_gap_and_shows_when_the_ring_has_no_work() -> None:
     assert made.replayed() is StreamDecision.NOTHING
     assert made.replayed(idle=True) is StreamDecision.RECOVER
     request = made.recover()
-    assert request is not None
     assert request.generated == [5, 6]
 
 

@@ -66,23 +66,18 @@ def record() -> GenerationRecord:
     return GenerationRecord("0" * 32, "chat", 0.0, [ask(f"{'0' * 32}-0")])
 
 
-async def test_what_was_lost_with_a_connection_is_stored_again() -> None:
-    bus = Lines(1, LinkLost("cut"))
-    writer = writer_on(bus)
-    await writer.write(record())
-    await writer.stop()
-    assert bus.stored == 1
-
-
 def silence() -> BrokerUnavailable:
     error = BrokerUnavailable("no answer in time")
     error.__cause__ = TimeoutError()
     return error
 
 
-async def test_a_cluster_that_chooses_a_leader_gets_a_record_again() -> None:
+@pytest.mark.parametrize(("times", "error"), [(1, LinkLost("cut")), (2, silence())], ids=["a connection", "a leader"])
+async def test_what_was_lost_with_a_connection_or_a_clusters_leader_is_stored_again(
+    times: int, error: Exception
+) -> None:
     """The one that led may be stopped or cut off: then nobody answers, until the others have missed it."""
-    bus = Lines(2, silence(), clustered=True)
+    bus = Lines(times, error, clustered=times > 1)
     writer = writer_on(bus)
     await writer.write(record())
     await writer.stop()

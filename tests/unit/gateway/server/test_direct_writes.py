@@ -31,7 +31,6 @@ async def ask(answer: Answer, client: Callable[[str], Awaitable[None]]) -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
-        assert connection is not None
         await answer(connection.write, receive, send)
 
     await serve(app, client)
@@ -62,6 +61,19 @@ async def serve(inner: App, client: Callable[[str], Awaitable[None]]) -> None:
     finally:
         await server.stop()
     assert not errors
+
+
+def leaving(request: bytes, begun: asyncio.Event, heard: asyncio.Event) -> Callable[[str], Awaitable[None]]:
+    """A client that leaves once its request has begun, and waits until that was heard of."""
+
+    async def client(address: str) -> None:
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(request)
+        await begun.wait()
+        writer.close()
+        await heard.wait()
+
+    return client
 
 
 async def test_parts_come_in_their_order() -> None:
@@ -138,24 +150,18 @@ async def test_a_client_that_does_not_read_is_written_a_bounded_part() -> None:
 
 
 async def test_nothing_is_written_to_a_client_that_has_gone() -> None:
-    gone = asyncio.Event()
+    begun, gone = asyncio.Event(), asyncio.Event()
 
     async def answer(write: Write, receive: Receive, send: Send) -> None:
         await send(BEGIN)
         assert write(b"a")
+        begun.set()
         while (await receive())["type"] != "http.disconnect":
             pass
         assert not write(b"b")
         gone.set()
 
-    async def client(address: str) -> None:
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        await reader.readuntil(b"1\r\na\r\n")
-        writer.close()
-        await gone.wait()
-
-    await ask(answer, client)
+    await ask(answer, leaving(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", begun, gone))
 
 
 async def test_messages_of_a_websocket_come_in_their_order() -> None:
@@ -279,20 +285,12 @@ async def test_a_body_that_has_come_whole_is_taken_and_the_client_still_heard_of
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
-        assert connection is not None
         assert connection.body() == b"whole"
         taken.set()
         assert (await receive())["type"] == "http.disconnect"
         gone.set()
 
-    async def client(address: str) -> None:
-        _, writer = await asyncio.open_connection(*address.split(":"))
-        writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nwhole")
-        await taken.wait()
-        writer.close()
-        await gone.wait()
-
-    await serve(app, client)
+    await serve(app, leaving(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nwhole", taken, gone))
 
 
 @pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"], ids=["in parts", "once it is asked for"])
@@ -301,7 +299,6 @@ async def test_a_body_that_is_still_to_come_is_received(expect: bytes) -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
-        assert connection is not None
         assert connection.body() is None
         begun.set()
         assert await read_body(scope, receive, 100, 10.0) == b"in parts"
@@ -333,14 +330,7 @@ async def test_a_request_hears_of_a_client_that_has_gone_before() -> None:
         with UntilGone(scope, receive, heard.set):
             assert heard.is_set()
 
-    async def client(address: str) -> None:
-        _, writer = await asyncio.open_connection(*address.split(":"))
-        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        await begun.wait()
-        writer.close()
-        await heard.wait()
-
-    await serve(app, client)
+    await serve(app, leaving(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", begun, heard))
 
 
 async def test_who_is_answered_hears_nothing_of_the_request_behind_it() -> None:

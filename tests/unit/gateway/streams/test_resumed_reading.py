@@ -284,7 +284,6 @@ def test_taking_over_decides_what_was_left_undone() -> None:
     unheard = followed()
     assert unheard.take_over("me", 3, 1.0, 2.0) is StreamDecision.RECOVER
     heir = unheard.next_attempt(1.0, 9.0)
-    assert heir is not None
     assert (heir.attempt, heir.consumer, heir.claim) == (1, "me", 3)
     unheard.on_entry("a", 1, TokenEntry("i-0", 1, 0, [7]), 1.0)
     assert not unheard.ring_learns_claim(), "the request has said so"

@@ -112,7 +112,6 @@ async def test_it_has_none_of_the_gateways_settings(
 ) -> None:
     monkeypatch.setenv("RYZANSTEIN_NATS_PASSWORD", "secret")
     process = await probed("{{ messages[0].content }}", made)
-    assert process._process is not None
     assert b"RYZANSTEIN_" not in environment_of(process._process.pid)
 
 
@@ -158,7 +157,6 @@ async def test_each_of_many_that_wait_gets_its_own_prompt(made: list[TemplatePro
 
 async def test_a_process_that_is_killed_is_replaced(made: list[TemplateProcess]) -> None:
     process = await probed(TEMPLATE, made)
-    assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
     await process._process.wait()
     assert "Hi<|end|>" in await process.render(TemplateInput(CHAT))

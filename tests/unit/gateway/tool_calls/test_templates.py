@@ -85,7 +85,6 @@ def test_the_familys_parser_reads_what_its_template_writes(family: str) -> None:
     plan, _ = planned(OF_FAMILY[family], tools=TOOLS[:1])
     without_tools = template_of(OF_FAMILY[family]).render(plan.messages, None, None)
     parsing = plan.parsing(without_tools)
-    assert parsing is not None
     begin = {"llama3_json": '{"name"', "deepseek": "<Assistant>", "seed_oss": "<seed:bos>assistant"}.get(family, "")
     text = without_tools[without_tools.index(begin) :].removeprefix("<Assistant>")
     parser = Parser(FAMILIES[family].machine, parsing.types)
@@ -125,7 +124,6 @@ def test_a_hunyuans_suffix_is_read_from_its_template() -> None:
     plan, prompt = planned(HUNYUAN, messages=CONVERSATION[:2])
     assert (plan.variant, plan.reasoning) == (":6124c78e", "hy_v3")
     parsing = plan.parsing(prompt)
-    assert parsing is not None
     assert parsing.opened
 
 
@@ -263,11 +261,9 @@ def test_names_of_vllm_mean_the_same_notation() -> None:
 def test_reasoning_is_found_where_the_template_knows_it() -> None:
     plan, prompt = planned(QWEN3)
     parsing = plan.parsing(prompt)
-    assert parsing is not None
     assert (parsing.reasoning, parsing.opened) == ("think", False)
     plan, prompt = planned(OF_FAMILY["deepseek"], messages=CONVERSATION[:2], tools=None)
     parsing = plan.parsing(prompt)
-    assert parsing is not None
     assert (parsing.tools, parsing.reasoning, parsing.opened) == ("", "think", True)
     plan, prompt = planned(QWEN3, msgspec.structs.replace(CARD, reasoning_parser="none"), tools=None)
     assert plan.parsing(prompt) is None

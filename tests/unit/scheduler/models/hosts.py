@@ -178,7 +178,6 @@ class FakeCluster:
         spec = self.specs.get(group.model)
         assert unload.force or not group.running, "it works"
         if command.reason == "room":
-            assert spec is not None
             assert not spec.pinned, "it is pinned"
             assert len([item for item in self.groups(group.model) if not item.draining]) > spec.least
         group.draining = True

@@ -161,30 +161,6 @@ async def test_texts_that_are_dear_to_show_leave_the_page_usable(tab: Tab) -> No
     assert await tab.run("window.hit ?? null") is None
 
 
-async def test_a_message_is_edited_answers_branch_and_are_generated_anew(tab: Tab, ring: FakeRing) -> None:
-    await ask(tab, "one")
-    await finished(tab, 2)
-    await ask(tab, "two")
-    await finished(tab, 4)
-    await tab.run("document.querySelector('#transcript > li [data-action=edit]').click()")
-    await tab.run("document.activeElement.select()")
-    await tab.type("other")
-    await tab.press("Enter", 13, "\r")
-    await finished(tab, 2)
-    first = "document.querySelector('#transcript > li')"
-    version = ".querySelector('.versions span').textContent"
-    assert await tab.run(f"{first}{version}") == "2 / 2"
-    assert await tab.run(f"{first}.querySelector('.body').textContent") == "other"
-    await tab.run(f"{first}.querySelector('[data-action=previous]').click()")
-    await finished(tab, 4)
-    assert await tab.run(f"{first}.querySelector('.body').textContent") == "one"
-    ring.behave = saying("Something else")
-    await tab.run(f"{LAST}.querySelector('[data-action=regenerate]').click()")
-    await tab.until(f"{LAST}{version} === '2 / 2' && {IDLE}")
-    assert (await tab.run(f"{LAST}.querySelector('.body').textContent")).strip() == "Something else"
-    assert len(ring.requests) == 4
-
-
 class Held:
     """Says the first half of a text, and the other when it is told to."""
 

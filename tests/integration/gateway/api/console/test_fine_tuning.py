@@ -78,14 +78,12 @@ class Host:
 
     async def job(self) -> TrainingJob:
         entry = await self._jobs.get("", JOB)
-        assert entry is not None
         return entry.value
 
     async def set(self, **fields: Any) -> None:
         """Again where a gateway has written in between."""
         while True:
             entry = await self._jobs.get("", JOB)
-            assert entry is not None
             changed = msgspec.structs.replace(entry.value, **fields)
             if await self._jobs.update(entry.key, changed, entry.revision) is not None:
                 return

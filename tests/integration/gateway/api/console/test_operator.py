@@ -9,8 +9,6 @@ import pytest
 from shared.keys import KeyLimits, NewKey
 from shared.messages import HostCommand, HostModel, HostReply
 from shared.messages.registry import AdapterRecord, PullAdapter, PullModel
-from shared.nats import subjects
-from shared.nats.bus import Bus
 from tests.e2e.browser import Browser, Tab
 from tests.integration.gateway.api.console.conftest import console
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
@@ -40,11 +38,9 @@ class Host:
 
 
 @pytest.fixture
-async def host(bus: Bus, hosts: FakeHosts) -> Host:
-    await hosts.say()
+async def host(hosts: FakeHosts) -> Host:
     made = Host()
-    await bus.subscribe(subjects.host_control("host-1"), HostCommand, made.on_command)  # type: ignore[arg-type]
-    await bus.flush()
+    await hosts.obey(made.on_command)
     return made
 
 
@@ -108,7 +104,6 @@ async def test_models_are_added_loaded_pinned_unloaded_and_removed(
     await act(page, "turn", "another")
     await page.until("document.getElementById('models-note').textContent === 'Load another: begun.'")
     asked = await hosts.registry.get("another")
-    assert asked is not None
     assert (asked.value.action, asked.value.source) == ("load", HUB)
     await hosts.say(HostModel("another", "loading", done=30, total=40, load_seconds=100.0))
     await page.until(f"{ROWS}.some(row => row[1].startsWith('loading  75 %'))")

@@ -9,13 +9,13 @@ import httpx
 
 from services.gateway.api.cluster import MOST
 from services.gateway.api.console import pages
-from shared.messages import GenerationRequest, ServiceRecord
+from shared.messages import ServiceRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.api.console.test_accessibility import PARTS
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, beginning, silence, until
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 STATIC = Path(pages.__file__).parent / "static"
@@ -100,14 +100,11 @@ def test_no_page_names_anything_outside() -> None:
 async def test_the_cluster_without_prompts_and_whole_ids(
     http: httpx.AsyncClient, ring: FakeRing, bus: Bus, gateway: RunningGateway
 ) -> None:
-    async def some(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, list(b"Hidden answer"))
-
     services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
     await services.put("scheduler.s1", ServiceRecord("scheduler", "s1", 1, "ready", heard_at=12.0))
     await services.put("executor.e1", ServiceRecord("executor", "e1", 1, "gone"))
     await ring.put_record("busy", running=3)
-    ring.behave = some
+    ring.behave = beginning(b"Hidden answer")
     body = {"model": MODEL, "prompt": "Hidden prompt", "stream": True}
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.aiter_lines()

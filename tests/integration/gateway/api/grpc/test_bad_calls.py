@@ -148,7 +148,7 @@ async def still_answers(client: Client) -> None:
 @pytest.mark.slow
 @settings(EXAMPLES, max_examples=150)
 @given(call=calls)
-async def test_messages_of_any_kind(client: Client, ring: FakeRing, call: tuple[str, list[bytes]]) -> None:
+async def test_messages_of_any_kind(client: Client, call: tuple[str, list[bytes]]) -> None:
     code = await ended(client, *call)
     assert code in DOCUMENTED or (not code and len(call[1]) > 1)
 
@@ -190,9 +190,7 @@ connections = (
 
 @settings(EXAMPLES, max_examples=150)
 @given(data=connections)
-async def test_bytes_and_frames_of_any_kind(
-    gateway: RunningGateway, client: Client, ring: FakeRing, data: bytes
-) -> None:
+async def test_bytes_and_frames_of_any_kind(gateway: RunningGateway, client: Client, data: bytes) -> None:
     async with connect(gateway.service.grpc_address) as broken:
         await broken.send(data)
         await still_answers(client)

@@ -12,10 +12,9 @@ from google.rpc.status_pb2 import Status
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest
 from tests.integration.gateway.api.grpc.conftest import MODEL, PROMPT, QUESTION, Client, text_of
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import FakeRing, silence, until
+from tests.integration.gateway.fake_ring import FakeRing, failing, silence, until
 
 SERVICE = "/ryzanstein.v1.InferenceService"
 NAN = float("nan")
@@ -216,7 +215,7 @@ async def test_a_request_that_never_ends_is_given_up(nats_settings: CommonSettin
 
 
 async def test_a_fault_of_ours_shows_nothing_of_our_insides(
-    client: Client, gateway: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+    client: Client, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret")
@@ -229,11 +228,7 @@ async def test_a_fault_of_ours_shows_nothing_of_our_insides(
 
 
 async def test_an_error_after_tokens_comes_behind_them(client: Client, ring: FakeRing) -> None:
-    async def fail(fake: FakeRing, request: GenerationRequest) -> None:
-        await fake.emit(request, 0, [72])
-        await fake.emit(request, 1, [], finish="error", error=("invalid_request", "The ring took offence.", False))
-
-    ring.behave = fail
+    ring.behave = failing("invalid_request", "The ring took offence.", behind=b"H")
     events: list[pb.GenerationEvent] = []
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await read(client.Generate(PROMPT), events)

@@ -125,21 +125,7 @@ async def test_several_calls_at_once_on_one_connection(client: Client, ring: Fak
         assert text_of([event async for event in call]) == "a" * 500
 
 
-async def test_fields_that_rest_has_too(client: Client, ring: FakeRing) -> None:
-    sampling = pb.SamplingParameters(
-        bad_words=["bad"], allowed_token_ids=[1, 2, 3], truncate_prompt_tokens=2, max_tokens=4
-    )
-    request = pb.GenerateRequest(model=MODEL, text="abc", sampling=sampling)
-    assert text_of([event async for event in client.Generate(request)])
-    (asked,) = ring.requests
-    assert asked.prompt == list(b"bc")
-    assert asked.sampling.allowed_token_ids == [1, 2, 3]
-    assert asked.sampling.bad_words
-    echoed = pb.GenerateRequest(model=MODEL, text="abc", echo=True)
-    assert text_of([event async for event in client.Generate(echoed)]) == "abcHello, world!"
-
-
-async def test_variables_of_the_chat_template(client: Client, ring: FakeRing) -> None:
+async def test_variables_of_the_chat_template(client: Client) -> None:
     for name, value in (("chat_template_kwargs_json", "[1]"), ("chat_template_kwargs_json", "{")):
         wrong = pb.ChatRequest(model=MODEL, messages=QUESTION.messages, **{name: value})
         error = await failure(client.Chat(wrong))

@@ -43,30 +43,17 @@ async def some(call: Any, characters: int) -> list[pb.GenerationEvent]:
     return events
 
 
-async def test_a_cancelled_call_cancels_its_generation_after_the_grace(
-    nats_settings: CommonSettings, ring: FakeRing
+@pytest.mark.parametrize(("whole", "grace"), [(False, 0.2), (True, 3600.0)], ids=["after the grace", "at once"])
+async def test_a_cancelled_call_cancels_its_generation(
+    nats_settings: CommonSettings, ring: FakeRing, whole: bool, grace: float
 ) -> None:
+    """A whole answer is nobody's to resume."""
     ring.behave = silence
     async with (
-        run_gateway(nats_settings, grpc_port=0, resume_grace=0.2) as gateway,
+        run_gateway(nats_settings, grpc_port=0, resume_grace=grace) as gateway,
         Client(gateway.service.grpc_address) as client,
     ):
-        call = client.Generate(PROMPT)
-        await until(lambda: ring.requests)
-        call.cancel()
-        await until(lambda: ring.cancelled | ring.commanded)
-
-
-async def test_a_whole_answer_that_nobody_waits_for_is_cancelled_at_once(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
-    ring.behave = silence
-    request = pb.GenerateRequest(model=MODEL, text="x", output=pb.OutputOptions(whole=True))
-    async with (
-        run_gateway(nats_settings, grpc_port=0, resume_grace=3600.0) as gateway,
-        Client(gateway.service.grpc_address) as client,
-    ):
-        call = client.Generate(request)
+        call = client.Generate(pb.GenerateRequest(model=MODEL, text="x", output=pb.OutputOptions(whole=whole)))
         await until(lambda: ring.requests)
         call.cancel()
         await until(lambda: ring.cancelled | ring.commanded)
@@ -186,7 +173,6 @@ async def test_a_reader_that_does_not_read_holds_up_nobody_and_grows_nothing(
     assert text_of([event async for event in client.Generate(request)]) == text
     await until(lambda: ring.answered == 2)
     server = gateway.service._grpc
-    assert server is not None
     (stream,) = [stream for peer in server.peers for stream in peer.connection.streams.values()]
     await until(lambda: stream.pending)
     assert len(stream.pending) < 1000

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from services.gateway.streams.output import OutputDelta, ScoredToken
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from services.gateway.tool_calls.parser import CallDelta
-from shared.messages import GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
+from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord
 from tests.unit.gateway.streams.test_resumed_reading import answer_of
 
@@ -142,15 +143,9 @@ def test_tokens_come_as_they_are_the_last_one_too() -> None:
     assert (output.take().tokens, output.tokens, output.finish) == ([99, 0], 4, "stop")
 
 
-def test_tokens_end_with_the_one_that_completes_a_stop_string() -> None:
+@pytest.mark.parametrize(("more", "whole", "finish"), [(b"def", b"abcd", "stop"), (b"x", b"abcx", "length")])
+def test_tokens_end_with_the_one_that_completes_a_stop_string(more: bytes, whole: bytes, finish: FinishReason) -> None:
     output = token_output("cd")
     output.feed(entry(b"abc"))
-    output.feed(entry(b"def"))
-    assert (bytes(output.take().tokens), output.tokens, output.finish) == (b"abcd", 4, "stop")
-
-
-def test_a_string_that_only_begins_like_a_stop_string_ends_nothing() -> None:
-    output = token_output("cd")
-    output.feed(entry(b"abc"))
-    output.feed(entry(b"x", "length"))
-    assert (bytes(output.take().tokens), output.finish) == (b"abcx", "length")
+    output.feed(entry(more, "length"))
+    assert (bytes(output.take().tokens), output.tokens, output.finish) == (whole, 4, finish)

@@ -129,8 +129,6 @@ def test_what_becomes_of_each_field() -> None:
     assert (made.temperature, made.top_p, made.top_k) == (0.5, 0.5, 5)
     assert (made.tool_choice, made.parallel_tool_calls) == ("required", False)
     assert made.safety_identifier == "u" * 300
-    assert made.tools is not None
-    assert made.tools[0].function is not None
     assert (made.tools[0].function.description, made.tools[0].function.strict) == ("d", True)
     assert made.response_format is not None
     assert chat([USER], metadata={"user_id": "u"}).safety_identifier == "u"

@@ -93,7 +93,6 @@ def test_results_belong_to_calls() -> None:
     ]
     made = chat_of(chat(messages=messages), "m").messages
     calls = made[1].tool_calls
-    assert calls is not None
     assert [one.function and one.function.arguments for one in calls] == ['{"a":1}'] * 3
     assert (made[1].content, made[1].reasoning_content) == (None, "Hm.")
     by_id = {message.tool_call_id: message.content for message in made[2:]}
