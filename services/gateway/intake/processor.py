@@ -270,7 +270,8 @@ class InputProcessor:
     ) -> StreamReader:
         """A vector of each input. Raises as `Intake.prepare`."""
         given = embeddings.inputs_of(request)
-        card = self.resolve(request.model, await self.loaded(request, context), context)
+        card = await self.loaded(request, context)
+        card, context.model = self._catalog.of_request(request.model, card, context.tenant)
         embeddings.check(request, card)
         tokenizer = await self.tokenizer_of(card, context.tenant)
         limit = self.parts.settings.prompt_limit
@@ -308,7 +309,8 @@ class InputProcessor:
             self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
-        card = self.resolve(request.model, await self.loaded(request, context), context)
+        card = await self.loaded(request, context)
+        card, context.model = self._catalog.of_request(request.model, card, context.tenant)
         check_task(card, "generate")
         return card
 

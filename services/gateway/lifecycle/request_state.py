@@ -140,8 +140,10 @@ class RequestState:
         """Of the rings that compute the whole: one that differs from the one that was known when the request was taken
         before others; empty: none was ever known."""
         first = self.record.fingerprint
-        known = [item.fingerprint for item in self.generations if item.fingerprint]
-        return next((one for one in known if one != first), first)
+        for item in self.generations:
+            if item.fingerprint and item.fingerprint != first:
+                return item.fingerprint
+        return first
 
     @property
     def ended(self) -> bool:

@@ -196,7 +196,7 @@ class StreamReader:
             for generation in self.answer.generations:
                 generation.attach(self.put)
         self._joined = True
-        structlog.contextvars.bind_contextvars(generation_id=self.answer.identity)
+        structlog.contextvars.bind_contextvars(generation_id=self.answer.record.identity)
 
     def cancel(self) -> None:
         """Ends the generation, for everybody who reads it, if it has begun."""
@@ -515,9 +515,11 @@ class StreamReader:
 
     def _count_end(self, metrics: ModelMetrics) -> None:
         """Each choice by the reason of its end; and, where all have come to theirs, how long that took."""
+        whole = True
         for generation, output in zip(self.answer.generations, self._outputs, strict=True):
             metrics.ended(output.finish, failed=generation.state == "failed")
-        if all(output.finish for output in self._outputs):
+            whole = whole and bool(output.finish)
+        if whole:
             metrics.generation.observe(time.perf_counter() - self._began)
 
     def _usage(self) -> Usage:

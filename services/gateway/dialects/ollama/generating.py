@@ -176,9 +176,10 @@ async def _generation(ask: RequestContext, request: Asked, body: bytes, context:
     endpoint = "ollama.chat" if isinstance(request, OllamaChatRequest) else "ollama.generate"
     context.endpoint, context.capped = endpoint, True
     print_ = fingerprint(body) if context.key else ""
+    intake = ask.parts.intake
     with own_words(request):
-        made = await _translated(ask.parts.intake.processor, request, context)
-        return await ask.parts.intake.prepare_decoded(endpoint, made, context, print_)
+        made = await _translated(intake.processor, request, context)
+        return await intake.prepare_decoded(endpoint, made, context, print_)
 
 
 async def _translated(
