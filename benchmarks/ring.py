@@ -72,10 +72,8 @@ class BenchRing:
         self._world = world
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
         self._processes = [
-            context.Process(
-                target=_rank, args=(settings, _spec(rank, world, board), theirs[rank], self._times), daemon=True
-            )
-            for rank in range(world)
+            context.Process(target=_rank, args=(settings, spec, theirs[spec.rank], self._times), daemon=True)
+            for spec in (RankSpec(rank, world, "bench", "bench", 1, str(board), {}) for rank in range(world))
         ]
         for process in self._processes:
             process.start()
@@ -114,18 +112,14 @@ class BenchRing:
             process.join(10)
         self._directory.cleanup()
 
-    def _answer(self, rank: int = 0) -> Any:
-        pipe = self._pipes[rank]
+    def _answer(self) -> Any:
+        pipe = self._pipes[0]
         waited = time.monotonic() + READY_TIMEOUT
         while not pipe.poll(0.2):
             dead = [process.exitcode for process in self._processes if process.exitcode not in (None, 0)]
             if dead or time.monotonic() > waited:
                 raise SystemExit("error: a rank of the benchmark's ring has ended; its last words are above.")
         return pipe.recv()
-
-
-def _spec(rank: int, world: int, board: Path) -> RankSpec:
-    return RankSpec(rank, world, "bench", "bench", 1, str(board), {})
 
 
 def _rank(values: dict[str, object], spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]") -> None:

@@ -8,7 +8,7 @@ they are compared with: an integer dot product does twice as many of them as a b
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, run, show
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, run, show, timed
 from services.executor.cpu.packed_linear import PackedLinear, one_after_another
 from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import QuantizedRows
@@ -87,20 +87,14 @@ def products(threads: int, rounds: int) -> Sheet:
     torch.set_num_threads(threads)
     for rows in ROWS:
         x, out = torch.randn(rows, INPUTS).bfloat16(), torch.empty(rows, OUTPUTS)
-        work = {name: partial(made.seconds, x, out) for name, made in products.items()}
-        work[PYTORCH] = partial(_seconds_of_pytorch, x.float(), plain)
+        work: dict[str, Callable[[], float]] = {name: partial(one.seconds, x, out) for name, one in products.items()}
+        work[PYTORCH] = timed(partial(torch.nn.functional.linear, x.float(), plain))
         for name, taken in in_turns(work, rounds).items():
             best[name].append(min(taken))
     library.rz_decoder_free(decoder)
     head = ("format", *(f"{rows} rows, {'GB/s' if rows < ROWS[3] else 'GOPS'}" for rows in ROWS))
     cells = [(name, *_cells(size, best[name], best["bf16"])) for name, size in sizes.items()]
     return Sheet(head, cells, f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16")
-
-
-def _seconds_of_pytorch(x: torch.Tensor, weight: torch.Tensor) -> float:
-    began = time.perf_counter()
-    torch.nn.functional.linear(x, weight)
-    return time.perf_counter() - began
 
 
 def _cells(nbytes: int, times: Sequence[float], plain: Sequence[float]) -> Iterator[str]:

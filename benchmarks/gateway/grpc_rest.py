@@ -50,14 +50,6 @@ class Figure(msgspec.Struct, frozen=True):
     per_second: float
 
 
-class Plan(NamedTuple):
-    """What was asked for."""
-
-    rounds: int
-    requests: int
-    loops: Sequence[int]
-
-
 class Run(NamedTuple):
     client: str
     tokens: int
@@ -202,13 +194,12 @@ async def measure(ours: Served, ask: Ask, run: Run, requests: int) -> Figure:
     )
 
 
-async def compare(ours: Served, plan: Plan) -> dict[Run, list[Figure]]:
-    rounds, requests = plan.rounds, plan.requests
+async def compare(ours: Served, rounds: int, requests: int, at_once: Sequence[int]) -> dict[Run, list[Figure]]:
     found: dict[Run, list[Figure]] = {}
     names = list(CLIENTS)
     await ours.start()
     try:
-        for loops in plan.loops:
+        for loops in at_once:
             async with AsyncExitStack() as stack:
                 clients = {name: await stack.enter_async_context(CLIENTS[name](ours, loops)) for name in names}
                 for at in range(rounds + 1):  # the first warms up
@@ -243,9 +234,9 @@ def main(
     json: JsonFile = None,
 ) -> None:
     """CPU time and latency of a request over gRPC and REST, of the gateway and of the client."""
-    plan = Plan(rounds, requests, [int(each) for each in loops.split(",")])
+    at_once = [int(each) for each in loops.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        found = uvloop.run(compare(Edge() if edge else Ours(Path(folder), grpc=True), plan))
+        found = uvloop.run(compare(Edge() if edge else Ours(Path(folder), grpc=True), rounds, requests, at_once))
     rows = [{**run._asdict(), "runs": figures} for run, figures in found.items()]
     publish(rows, sheet({run: median(figures) for run, figures in found.items()}).markdown(), json=json)
 

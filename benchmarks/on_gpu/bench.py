@@ -6,7 +6,8 @@ lines as soon as it is known; the parent reads them whether the process ends, fa
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -87,8 +88,7 @@ class Report(msgspec.Struct):
 
     def row(self, key: str) -> Row | None:
         """The row of that key that has a figure."""
-        rows = (row for section in self.sections for row in section.rows)
-        return next((row for row in rows if row.key == key and row.figure is not None), None)
+        return next((row for row in self.rows_under(key) if row.key == key), None)
 
     def rows_under(self, prefix: str) -> list[Row]:
         """The rows with a figure whose keys begin so."""
@@ -185,24 +185,34 @@ class Bench:
         """Reports what a section finds, until its time is up."""
         for row in rows:
             self.report(row)
-            if self.left() <= 0:
-                self.missing(f"{section}/rest", "what comes after it", "no time was left")
+            if self.late(f"{section}/rest", "what comes after it"):
                 return
 
     def each(self, prefix: str, parts: "Iterable[Callable[[Bench], None]]", *, wrong: bool = False) -> None:
         """Part after part; one that fails is a row that says so, and leaves the others. `wrong`: checks."""
-        from benchmarks.on_gpu.machine import release
-
         for part in parts:
             name = part.__name__.lstrip("_")
-            if self.left() <= 0:
-                self.missing(f"{prefix}/{name}", name, "no time was left")
-                continue
-            try:
-                part(self)
-            except Exception as error:
-                self.failed(f"{prefix}/{name}", name, error, wrong=wrong)
-            release(self.device)
+            if not self.late(f"{prefix}/{name}", name):
+                with self.case(f"{prefix}/{name}", name, wrong=wrong):
+                    part(self)
+
+    @contextmanager
+    def case(self, key: str, what: str, *, wrong: bool = False) -> Iterator[None]:
+        """One that fails is a row that says so, as `failed` has it, and leaves the others; what it held is given
+        back."""
+        from benchmarks.on_gpu.machine import release
+
+        try:
+            yield
+        except Exception as error:
+            self.failed(key, what, error, wrong=wrong)
+        release(self.device)
+
+    def late(self, key: str, what: str) -> bool:
+        """Whether it is too late to begin a case, which is told then."""
+        if late := self.left() <= 0:
+            self.missing(key, what, "no time was left")
+        return late
 
     def report(self, row: Row) -> None:
         """Writes it down at once, and says it."""

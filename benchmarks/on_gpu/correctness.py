@@ -9,7 +9,6 @@ sampling     tokens drawn on the device against those that the host draws
 """
 
 import os
-import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from benchmarks.engine.steps import Row as Sequence
 from benchmarks.engine.steps import step_plan
 from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.kernel_shard import chosen, run_shards
-from benchmarks.on_gpu.served import GREEDY, Served, generate, plain_model, prefill_plan, served
+from benchmarks.on_gpu.served import GREEDY, Served, generate, plain_model, prefill_plan, random_prompts, served
 from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
 from services.executor.core.step_plan import StepPlan, to_bytes
 from shared.messages import SamplingParams
@@ -97,31 +96,21 @@ def _models(bench: Bench) -> None:
     names = ("llama", "qwen3") if bench.tiny else tuple(ARCHITECTURES)
     for name in names:
         key, what = f"correctness/{name}", f"{name}, fp32 logits against transformers'"
-        try:
+        with bench.case(key, what, wrong=True):
             error = _logit_error(name, bench.device)
-        except Exception as failed:
-            bench.failed(key, what, failed, wrong=True)
-            continue
-        bench.wrong_or_right(key, what, error < LOGITS, error, LOGITS)
+            bench.wrong_or_right(key, what, error < LOGITS, error, LOGITS)
 
 
 def _logit_error(name: str, device: torch.device) -> float:
     """The largest, over a prompt in one step and tokens after it one at a time."""
     config = _config(name)
-    ids = different_ids(PROMPT + DECODED, 250)
+    (ids,) = random_prompts([PROMPT + DECODED], 3)
     with served(config, device, torch.float32, kv_dtype="bf16", kv_memory=8 << 20, max_sequences=2) as ring:
         found = torch.cat([_all_logits(ring, plan) for plan in _plans(ids, ring)])
     plain = plain_model(config, torch.float32, device, attention="eager")
     expected = plain(input_ids=torch.tensor([ids], device=device)).logits[0]
     expected = expected.to(found.device)
     return float((found - expected).abs().max() / expected.std())
-
-
-def different_ids(count: int, below: int) -> list[int]:
-    """Tokens that differ: of a prompt of one token alone all values are alike, and attention to whatever keys gives the
-    same."""
-    draw = random.Random(3)
-    return [draw.randrange(3, below) for _ in range(count)]
 
 
 def _config(name: str) -> Any:
@@ -151,7 +140,7 @@ def _bf16(bench: Bench) -> None:
     shape = TINY if bench.tiny else MIDDLE
     tokens = 32 if bench.tiny else 2048
     config = shape.config()
-    ids = different_ids(tokens, shape.vocabulary)
+    (ids,) = random_prompts([tokens], 3, shape.vocabulary)
     batch = torch.tensor([ids], device=bench.device)
     config.dtype = "bfloat16"
     model = plain_model(config, torch.bfloat16, bench.device)
@@ -200,10 +189,7 @@ def _tokens(
 ) -> list[list[int]]:
     """What prompts of different lengths become."""
     shape = TINY
-    draw = random.Random(9)
-    prompts = [
-        [draw.randrange(3, 250) for _ in range(length)] for length in ((3, 17) if bench.tiny else (3, 9, 17, 33, 40))
-    ]
+    prompts = random_prompts((3, 17) if bench.tiny else (3, 9, 17, 33, 40), 9)
     most = 2 if bench.tiny else 8
     known = {"kv_dtype": "bf16", "kv_memory": 8 << 20, "max_sequences": most, "context_length": 256}
     with served(shape, bench.device, dtype, **known, **settings) as ring:

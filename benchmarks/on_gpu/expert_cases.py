@@ -12,7 +12,7 @@ from services.executor.kv_cache.codecs import FP8
 from services.executor.model.lowered_experts import RouterConfig, Routing
 from services.executor.model.parallel.layers import keep_quantized_experts
 from services.executor.model.quantizing import CODECS
-from services.executor.model.weight_formats import CodedWeight, Quantized, quantize
+from services.executor.model.weight_formats import Quantized, Weight, quantize
 
 FORMS = ("bf16", "fp8", "int4")
 ROWS = (1, 8, 64, 512, 2048)
@@ -88,9 +88,7 @@ class _Layer:
         return made
 
 
-def _weight(
-    form: str, experts: int, size: tuple[int, int], device: torch.device
-) -> tuple[Tensor | CodedWeight, Tensor]:
+def _weight(form: str, experts: int, size: tuple[int, int], device: torch.device) -> tuple[Weight, Tensor]:
     """(of all experts as it is stored, what it stands for [experts, out, in])"""
     from services.executor.gpu.quantized_matmul import stacked_rows
 

@@ -4,14 +4,13 @@ what `--batch-invariant` costs.
 The real loop runs requests to their end; what a step takes more than the section `decode` says is overhead.
 """
 
-import random
 import statistics
 import time
 from typing import Any
 
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.machine import release
-from benchmarks.on_gpu.served import GREEDY, Served, generate, greedy, prefill_plan, served
+from benchmarks.on_gpu.served import GREEDY, Served, generate, greedy, prefill_plan, random_prompts, served
 from benchmarks.on_gpu.shapes import LLAMA_8B, TINY, Shape
 from services.executor.core.step_plan import StepPlan
 from shared.messages import SamplingParams
@@ -30,20 +29,13 @@ def overhead(bench: Bench) -> None:
     batches = (2,) if bench.tiny else (1, 32)
     cases = [(batch, *sampling) for batch in batches for sampling in (("greedy", GREEDY), ("sampled", SAMPLED))]
     for mode, settings in MODES:
-        if bench.left() <= 0:
-            bench.missing(f"overhead/{mode}", f"a step, {mode}", "no time was left")
-            continue
-        try:
-            with _ring(bench, shape, max(batches), settings) as ring:
+        key, what = f"overhead/{mode}", f"a step, {mode}"
+        if not bench.late(key, what):
+            with bench.case(key, what), _ring(bench, shape, max(batches), settings) as ring:
                 for batch, name, sampling in cases:
                     _measure(bench, ring, mode, batch, name, sampling)
-        except Exception as error:  # one mode that fails leaves the others
-            bench.failed(f"overhead/{mode}", f"a step, {mode}", error)
-        release(bench.device)
-    try:
+    with bench.case("overhead/prompt", "a step of a prompt"):
         prompt_steps(bench)
-    except Exception as error:  # what was measured by then counts
-        bench.failed("overhead/prompt", "a step of a prompt", error)
 
 
 def prompt_steps(bench: Bench) -> None:
@@ -86,7 +78,7 @@ def _lengths(bench: Bench) -> tuple[int, int]:
 
 def _measure(bench: Bench, ring: Served, mode: str, batch: int, name: str, sampling: SamplingParams) -> None:
     new = _lengths(bench)[1]
-    prompts = _prompts(bench, batch)
+    prompts = random_prompts([_lengths(bench)[0]] * batch, batch)
     generate(ring, prompts, 2, sampling)  # compiles
     run = generate(ring, prompts, new, sampling)
     # The first steps are the prompts'; at the end sequences end.
@@ -94,11 +86,6 @@ def _measure(bench: Bench, ring: Served, mode: str, batch: int, name: str, sampl
     key = f"overhead/{mode}/{batch}/{name}".replace(", ", "+").replace(" ", "-")
     what = f"a step of {batch} in the server's loop, {mode}, {name}"
     bench.measured(key, what, step * 1e3, "ms", note="from one plan to the next")
-
-
-def _prompts(bench: Bench, batch: int) -> list[list[int]]:
-    draw = random.Random(batch)
-    return [[draw.randrange(3, 250) for _ in range(_lengths(bench)[0])] for _ in range(batch)]
 
 
 # Drawn from all tokens: random weights leave no two logits far apart, and any difference shows soon.
@@ -110,11 +97,8 @@ def invariance(bench: Bench) -> None:
     took: list[tuple[float, float]] = []
     for invariant in (True, False):
         name = "with" if invariant else "without"
-        try:
+        with bench.case(f"invariance/{name}", f"a ring {name} --batch-invariant"):
             took.append(_alone_and_beside(bench, name, invariant))
-        except Exception as error:  # the other one still says something
-            bench.failed(f"invariance/{name}", f"a ring {name} --batch-invariant", error)
-        release(bench.device)
     if len(took) == 2:
         for what, slow, fast in zip(("step", "prompt"), *took, strict=True):
             bench.measured(
@@ -128,8 +112,7 @@ def _alone_and_beside(bench: Bench, name: str, invariant: bool) -> tuple[float, 
     prompt, new, count = (6, 3, 2) if bench.tiny else (2048, 64, 8)
     memory = max(int(4 * count * (prompt + new) * shape.kv_bytes("bf16")), 1 << 20)
     known: dict[str, Any] = {"kv_dtype": "int8", "kv_memory": memory, "max_sequences": count, "lookahead": "off"}
-    draw = random.Random(4)
-    prompts = [[draw.randrange(3, 250) for _ in range(prompt)] for _ in range(count)]
+    prompts = random_prompts([prompt] * count, 4)
     with served(shape, bench.device, context_length=2 * (prompt + new), batch_invariant=invariant, **known) as ring:
         if not bench.tiny:
             generate(ring, prompts[:1], 2, FROM_ALL)  # compiles

@@ -5,11 +5,12 @@ Only reading the weights is taken out of the engine's way; everything else is ch
 normal, with a deviation that keeps activations at about one: what is measured does not depend on what they say.
 """
 
+import random
 import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -320,6 +321,13 @@ def prefill_plan(tokens: int, before: int, num_writable: int, num_quantized: int
 def greedy(rows: int) -> list[SamplingState]:
     """What the sampler knows of as many sequences that take the likeliest token."""
     return [SamplingState(GREEDY, [1], []) for _ in range(rows)]
+
+
+def random_prompts(lengths: Iterable[int], seed: int, below: int = 250) -> list[list[int]]:
+    """Tokens that differ: of a prompt of one token alone all values are alike, and attention to whatever keys gives the
+    same."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, below) for _ in range(length)] for length in lengths]
 
 
 class BackToBack:

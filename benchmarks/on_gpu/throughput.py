@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.on_gpu.bench import Bench
-from benchmarks.on_gpu.machine import release, took
+from benchmarks.on_gpu.machine import took
 from benchmarks.on_gpu.served import BackToBack, Served, decode_plan, greedy, prefill_plan, served
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, LLAMA_13B, TINY, KvDType, Shape, WeightDType, at_most
 
@@ -78,17 +78,10 @@ def measure_decode(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
     """Cases of one ring stand together."""
     for (weights, kv), group in groupby(cases, lambda case: (case.weights, case.kv)):
         fitting = list(_that_fit(bench, shape, list(group)))
-        if not fitting:
-            continue
-        if bench.left() <= 0:
-            _too_late(bench, shape, fitting)
-            continue
-        try:
-            _ring(bench, shape, weights, kv, fitting)
-        except Exception as error:  # one kind of weights or blocks that fails leaves the others
+        if fitting:
             key = f"decode/{shape.name.lower()}/{weights}/kv-{kv}"
-            bench.failed(key, f"decode {shape.name}, {weights} weights, {kv} KV", error)
-        release(bench.device)
+            with bench.case(key, f"decode {shape.name}, {weights} weights, {kv} KV"):
+                _ring(bench, shape, weights, kv, fitting)
 
 
 def _that_fit(bench: Bench, shape: Shape, cases: Sequence[Case]) -> Iterator[Case]:
@@ -98,41 +91,25 @@ def _that_fit(bench: Bench, shape: Shape, cases: Sequence[Case]) -> Iterator[Cas
         why = at_most(case.batch, case.context, shape, case.weights, case.kv, memory)
         if why:
             bench.missing(case.key(shape), case.what(shape), why)
-        else:
+        elif not bench.late(case.key(shape), case.what(shape)):
             yield case
-
-
-def _too_late(bench: Bench, shape: Shape, cases: Sequence[Case]) -> None:
-    for case in cases:
-        bench.missing(case.key(shape), case.what(shape), "no time was left")
 
 
 def _ring(bench: Bench, shape: Shape, weights: WeightDType, kv: KvDType, cases: Sequence[Case]) -> None:
     """One ring for all cases that share its weights and blocks."""
     most = max(case.batch for case in cases)
     memory = int(max(_cache_bytes(shape, case, most) for case in cases))
-    options: dict[str, Any] = {
-        "kv_dtype": kv,
-        "kv_memory": memory,
-        "max_sequences": most,
-        "context_length": _longest(cases),
-    }
+    options: dict[str, Any] = {"kv_dtype": kv, "kv_memory": memory, "max_sequences": most, "max_batch_tokens": CHUNK}
     options |= {"weight_dtype": weights} if weights != "bf16" else {}
-    options["max_batch_tokens"] = CHUNK
-    with served(shape, bench.device, **options) as ring:
+    with served(shape, bench.device, context_length=max(case.context for case in cases) + BLOCK, **options) as ring:
         ring.fill_cache()
         for case in cases:
-            if bench.left() <= 0:
-                _too_late(bench, shape, [case])
+            if bench.late(case.key(shape), case.what(shape)):
                 continue
             try:
                 _measure(bench, ring, shape, case)
             except (ValueError, torch.OutOfMemoryError) as error:  # of this case alone
                 bench.failed(case.key(shape), case.what(shape), error)
-
-
-def _longest(cases: Sequence[Case]) -> int:
-    return max(case.context for case in cases) + BLOCK
 
 
 def _cache_bytes(shape: Shape, case: Case, sequences: int) -> float:
@@ -172,22 +149,24 @@ def measure_prefill(bench: Bench, weights: str, prompts: Sequence[int], chunks: 
     memory = int(4 * longest * shape.kv_bytes("bf16"))
     options: dict[str, Any] = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "max_batch_tokens": longest}
     options |= {"weight_dtype": weights} if weights != "bf16" else {}
-    try:
-        with served(shape, bench.device, context_length=longest + BLOCK, **options) as ring:
-            for tokens in prompts:
-                for chunk in [each for each in chunks if each <= tokens]:
-                    key = f"prefill/{weights}/{tokens}/{chunk}"
-                    what = f"prefill {shape.name}, {weights} weights, prompt {tokens}, chunks of {chunk}"
-                    if bench.left() <= 0:
-                        bench.missing(key, what, "no time was left")
-                        continue
-                    _prompt(bench, ring, shape, weights, tokens, chunk)
-    except Exception as error:  # one kind of weights that fails leaves the other
-        bench.failed(f"prefill/{weights}", f"prefill {shape.name}, {weights} weights", error)
-    release(bench.device)
+    with (
+        bench.case(f"prefill/{weights}", f"prefill {shape.name}, {weights} weights"),
+        served(shape, bench.device, context_length=longest + BLOCK, **options) as ring,
+    ):
+        for tokens in prompts:
+            for chunk in [each for each in chunks if each <= tokens]:
+                key = f"prefill/{weights}/{tokens}/{chunk}"
+                what = f"prefill {shape.name}, {weights} weights, prompt {tokens}, chunks of {chunk}"
+                if not bench.late(key, what):
+                    seconds = _prompt(bench, ring, tokens, chunk)
+                    flops, rate = shape.flops(tokens), bench.matrix_rate(weights)
+                    limit = tokens * rate / flops if rate else None
+                    note = f"{flops / seconds / 1e12:.3g} TFLOP/s, first token after {seconds * 1e3:.0f} ms"
+                    bench.measured(key, what, tokens / seconds, "tok/s", limit, note)
 
 
-def _prompt(bench: Bench, ring: Served, shape: Shape, weights: str, tokens: int, chunk: int) -> None:
+def _prompt(bench: Bench, ring: Served, tokens: int, chunk: int) -> float:
+    """Seconds of a prompt in such chunks."""
     writable, quantized = ring.spec.num_blocks, ring.spec.num_quantized
     seconds = 0.0
     for before in range(0, tokens, chunk):
@@ -196,16 +175,7 @@ def _prompt(bench: Bench, ring: Served, shape: Shape, weights: str, tokens: int,
         samples = greedy(1 if last else 0)
         # Each once before: a longer context may be cut into parts, by kernels that are not compiled yet.
         seconds += took(lambda p=plan, g=samples: ring.step(p, g), bench.device, 1 if bench.tiny else 3, warm=1).wall  # type: ignore[misc]
-    flops = shape.flops(tokens)
-    rate = bench.matrix_rate(weights)
-    bench.measured(
-        f"prefill/{weights}/{tokens}/{chunk}",
-        f"prefill {shape.name}, {weights} weights, prompt {tokens}, chunks of {chunk}",
-        tokens / seconds,
-        "tok/s",
-        tokens * rate / flops if rate else None,
-        f"{flops / seconds / 1e12:.3g} TFLOP/s, first token after {seconds * 1e3:.0f} ms",
-    )
+    return seconds
 
 
 def headline(bench: Bench) -> None:

@@ -16,7 +16,7 @@ from benchmarks.engine.kv_decode import make_step
 from benchmarks.engine.quantized import INPUTS, OUTPUTS, Products, formats
 from benchmarks.engine.steps import BLOCK, decode_plan
 from benchmarks.harness import CORES, timed
-from benchmarks.regressions.measures import Pair, Rounds, pair_of, ratios
+from benchmarks.regressions.measures import Pair, Rounds, ratios
 from services.executor.native.library import RzModel, load_library
 
 BATCH = 64  # rows of a product that the processor bounds, as in a step of so many sequences
@@ -47,10 +47,10 @@ def _products(effort: int) -> Iterator[Pair]:
         work = {name: _best_of(partial(one.seconds, x, out), effort) for name, one in made.items()}
         for name in kinds:
             what = f"{name} weights, speed of a product of {rows} {'rows' if rows > 1 else 'row'} against bf16"
-            yield pair_of(what, work[name], work["bf16"])
+            yield Pair(what, work[name], work["bf16"])
     x, out = torch.randn(BATCH, INPUTS).bfloat16(), torch.empty(BATCH, OUTPUTS)
     plain = torch.randn(OUTPUTS, INPUTS).bfloat16()
-    yield pair_of(
+    yield Pair(
         f"bf16 weights, speed of a product of {BATCH} rows against PyTorch",
         _best_of(partial(made["bf16"].seconds, x, out), effort),
         _best_of(timed(lambda: functional.linear(x, plain)), effort),
@@ -64,7 +64,7 @@ def _best_of(work: Callable[[], float], effort: int) -> Callable[[], float]:
 
 def _attention(model: Path, effort: int) -> Iterator[Pair]:
     step = make_step(model, "int8", CORES, LONG // BLOCK + 1)
-    yield pair_of(
+    yield Pair(
         f"int8 blocks, time of a decode step at {LONG:,} tokens against {SHORT:,}",
         timed(partial(step, decode_plan(1, SHORT)), 4 * effort),
         timed(partial(step, decode_plan(1, LONG)), 4 * effort),

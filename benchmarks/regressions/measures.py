@@ -111,12 +111,11 @@ class Pair(NamedTuple):
     """Two ways; what each returns is its cost (seconds, of whatever kind) for the same work."""
 
     name: str
-    better: Better  # whether more of (cost of the second) / (cost of the first) is good
     first: Callable[[], float]
     second: Callable[[], float]
 
 
-# Every ratio, and whether more of it is good.
+# Every ratio, (cost of the second) / (cost of the first), and whether more of it is good.
 BETTER: dict[str, Better] = {
     "native kernels, speed of a decode step against PyTorch": "more",
     "native kernels, speed of a prefill against PyTorch": "more",
@@ -148,10 +147,6 @@ def ratios(pairs: list[Pair], rounds: int) -> Rounds:
             if at:
                 found[pair.name].append(costs[pair.second] / costs[pair.first])
     return found
-
-
-def pair_of(name: str, first: Callable[[], float], second: Callable[[], float]) -> Pair:
-    return Pair(name, BETTER[name], first, second)
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -190,7 +185,7 @@ def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
         ours, theirs = (
             timed(partial(stepper.step, plans.measured, GREEDY), times * effort) for stepper in (native, plain)
         )
-        yield pair_of(f"native kernels, speed of a {kind} against PyTorch", ours, theirs)
+        yield Pair(f"native kernels, speed of a {kind} against PyTorch", ours, theirs)
 
 
 def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
@@ -199,7 +194,7 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 
     plan = decode_plan(8, 1024)
     bf16, int8 = (make_step(model, kind, threads, 8 * 64) for kind in ("bf16", "int8"))
-    yield pair_of(
+    yield Pair(
         "int8 blocks, time of a decode step against bf16",
         timed(lambda: bf16(plan), 4 * effort),
         timed(lambda: int8(plan), 4 * effort),
@@ -215,7 +210,7 @@ def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
         def decode(case: str) -> Callable[[], float]:
             return lambda: bench.decode(CASES[case], 8, 8 * effort)[0]
 
-        return ratios([pair_of(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
+        return ratios([Pair(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
 
 
 # --- rings ---------------------------------------------------------------------------------------
@@ -232,7 +227,7 @@ def ring(model: Path, rounds: int, effort: int) -> Rounds:
         found: Rounds = {}
         for kind, steps in (("decode step", Decode(16, 320)), ("prefill", Prefill(256))):
             plans = one.begin(steps), two.begin(steps)
-            pair = pair_of(
+            pair = Pair(
                 f"2 ranks, speed of a {kind} against 1",
                 lambda plan=plans[1]: sum(two.steps(plan, 2 * effort)[0]),  # type: ignore[misc]
                 lambda plan=plans[0]: sum(one.steps(plan, 2 * effort)[0]),  # type: ignore[misc]

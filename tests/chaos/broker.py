@@ -5,9 +5,15 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats.errors
+from nats.js.api import StreamConfig
+from nats.js.errors import APIError
+
 from services.cli.supervision.nats_server import LocalNats
+from shared.nats.bus import Bus
 from shared.process import die_with_parent
 
 STORE_BYTES = 64 << 20
@@ -44,11 +50,24 @@ class SmallDisk:
             self.mounted = False
 
 
+@contextlib.asynccontextmanager
+async def full_store(bus: Bus) -> AsyncIterator[None]:
+    """Meanwhile NATS has no room for more: a stream holds all that its quota leaves."""
+    jetstream = bus.jetstream()
+    await jetstream.add_stream(StreamConfig(name="BALLAST", subjects=["ballast"]))
+    for size in (1 << 20, 1 << 16, 1 << 10, 16):
+        with contextlib.suppress(APIError, nats.errors.Error):
+            while True:
+                await jetstream.publish("ballast", bytes(size), timeout=5)
+    yield
+    await jetstream.delete_stream("BALLAST")
+
+
 class Broker(LocalNats):
     """`LocalNats` with faults. `quota`: bytes that JetStream may store, where the disk itself cannot be filled."""
 
-    def __init__(self, directory: Path, *, quota: int = 0) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, *, quota: int = 0, least_rights: bool = False) -> None:
+        super().__init__(directory, least_rights=least_rights)
         self._quota = quota
 
     def _write_config(self) -> Path:

@@ -8,9 +8,8 @@ import pytest_asyncio
 
 from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.exercise import Row, markdown
-from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import CUTTABLE
-from tests.chaos.load import Load
+from tests.chaos.load import Load, stub_load
 
 _rows: list[Row] = []
 _notes: list[str] = []
@@ -40,13 +39,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
 
 @pytest.fixture
 def load() -> Loader:
-    """Twelve clients whose requests take two seconds or so, and four with short ones."""
-
-    def make(house: House) -> Load:
-        chance = random.Random()
-        return Load(house.addresses, stub_tasks(chance, 120), short=stub_tasks(chance, 6))
-
-    return make
+    return lambda house: stub_load(house.addresses, random.Random())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

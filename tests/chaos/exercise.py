@@ -28,14 +28,19 @@ async def exercise(house: House, fault: Fault, load: Load) -> Row:
     """Injects, waits until it is noticed, heals, waits until every client is served as before."""
     await load.flowing()
     await house.watch.until(house.all_work, 60, "every ring has work")
+    at, detected, whole = await struck(house, fault)
+    await load.settled(whole)
+    return row_of(fault.name, load.records, house.watch.moved, at, detected, whole)
+
+
+async def struck(house: House, fault: Fault) -> tuple[float, float | None, float]:
+    """Injects, waits until it is noticed, heals: when it came, was noticed, and was over."""
     at = time.monotonic()
     await fault.inject(house)
     detected = await fault.detected(house, at)
     healed = time.monotonic()
     await fault.heal(house)
-    whole = await fault.recovered(house, at if detected is None else min(healed, detected))
-    await load.settled(whole)
-    return row_of(fault.name, load.records, house.watch.moved, at, detected, whole)
+    return at, detected, await fault.recovered(house, at if detected is None else min(healed, detected))
 
 
 def row_of(

@@ -16,6 +16,7 @@ HOLD = 4.0  # seconds that NATS stands still
 SAY = 2.0  # seconds that a ring which wakes gets to say something
 UNWATCHED = 1.0  # seconds without a health monitor
 NATS, ALL_MONITORS = "nats", "all monitors"
+SAID = {signal.SIGKILL: "kill -9", signal.SIGSTOP: "SIGSTOP"}
 
 
 class Fault(Protocol):
@@ -44,6 +45,12 @@ def group_of(executor: str) -> str:
     return executor.replace("executor", "group")
 
 
+async def _taken_over(house: House, moved: int) -> None:
+    """Until more than `moved` streams have another ring, or nobody moves one."""
+    with contextlib.suppress(AssertionError):
+        await house.watch.until(lambda: len(house.watch.moved) > moved, SAY, "another ring takes over")
+
+
 @dataclass
 class _OfRing:
     """Faults of a ring that its supervisor sees: it is taken down and up without our help."""
@@ -68,22 +75,16 @@ class _OfRing:
         return up
 
 
-class KillRank(_OfRing):
+@dataclass
+class SignalRank(_OfRing):
+    number: signal.Signals = signal.SIGKILL
+
     @property
     def name(self) -> str:
-        return f"kill -9 of rank {self.rank}"
+        return f"{SAID[self.number]} of rank {self.rank}"
 
     async def inject(self, house: House) -> None:
-        os.kill(house.ranks(self.executor)[self.rank], signal.SIGKILL)
-
-
-class StopRank(_OfRing):
-    @property
-    def name(self) -> str:
-        return f"SIGSTOP of rank {self.rank}"
-
-    async def inject(self, house: House) -> None:
-        os.kill(house.ranks(self.executor)[self.rank], signal.SIGSTOP)
+        os.kill(house.ranks(self.executor)[self.rank], self.number)
 
 
 class KillRing(_OfRing):
@@ -115,10 +116,8 @@ class StopRing(_OfRing):
     async def heal(self, house: House) -> None:
         """Once another ring has taken over; the ranks first, so that they talk before their supervisor
         wakes and ends them: it finds that they have not moved for long. (A ring without work says nothing.)"""
-        watch = house.watch
-        with contextlib.suppress(AssertionError):
-            await watch.until(lambda: len(watch.moved) > self._moved, SAY, "another ring takes over")
-        late = watch.late
+        await _taken_over(house, self._moved)
+        watch, late = house.watch, house.watch.late
         for pid in self._ranks:
             os.kill(pid, signal.SIGCONT)
         with contextlib.suppress(AssertionError):
@@ -213,9 +212,7 @@ class PartitionExecutor(Partition):
         await super().inject(house)
 
     async def heal(self, house: House) -> None:
-        watch = house.watch
-        with contextlib.suppress(AssertionError):
-            await watch.until(lambda: len(watch.moved) > self._moved, SAY, "another ring takes over")
+        await _taken_over(house, self._moved)
         await super().heal(house)
 
     async def detected(self, house: House, at: float) -> float | None:
@@ -225,11 +222,10 @@ class PartitionExecutor(Partition):
         return await house.watch.up(group_of(self.instance), at)
 
 
-@dataclass
 class KillNats:
-    name: str = "kill -9 of NATS"
-    target: str = NATS
-    may_refuse: bool = True
+    name = "kill -9 of NATS"
+    target = NATS
+    may_refuse = True
 
     async def inject(self, house: House) -> None:
         await house.broker.kill()
@@ -244,13 +240,12 @@ class KillNats:
         return await _poll(lambda: house.bus.connected)
 
 
-@dataclass
 class StopNats:
     """Shorter than the services' patience: nothing is to be noticed but the wait."""
 
-    name: str = "SIGSTOP of NATS"
-    target: str = NATS
-    may_refuse: bool = True
+    name = "SIGSTOP of NATS"
+    target = NATS
+    may_refuse = True
 
     async def inject(self, house: House) -> None:
         house.broker.signal(signal.SIGSTOP)
@@ -282,10 +277,10 @@ def all_faults(number: int = 1) -> dict[str, Callable[[], Fault]]:
     """
     executor = f"executor-{number}"
     return {
-        "kill-rank-0": lambda: KillRank(executor, rank=0),
-        "kill-rank-1": lambda: KillRank(executor, rank=1),
-        "stop-rank-0": lambda: StopRank(executor, rank=0),
-        "stop-rank-1": lambda: StopRank(executor, rank=1),
+        "kill-rank-0": lambda: SignalRank(executor),
+        "kill-rank-1": lambda: SignalRank(executor, 1),
+        "stop-rank-0": lambda: SignalRank(executor, 0, signal.SIGSTOP),
+        "stop-rank-1": lambda: SignalRank(executor, 1, signal.SIGSTOP),
         "kill-ring": lambda: KillRing(executor),
         "stop-ring": lambda: StopRing(executor),
         "kill-unwatched": lambda: KillUnwatchedRank(executor),

@@ -8,6 +8,7 @@ missing, repeated or wrong is one, and so is a request that is not answered.
 import asyncio
 import itertools
 import json
+import random
 import secrets
 import statistics
 import time
@@ -19,7 +20,7 @@ import websockets
 from websockets.asyncio.client import connect
 
 from tests.chaos import resume
-from tests.chaos.expected import Task
+from tests.chaos.expected import Task, stub_tasks
 from tests.chaos.streams import Answer, Lost, Refused
 
 CHAT = "/v1/chat/completions"
@@ -323,6 +324,11 @@ class Load:
             faults = [record.fault for record in self.records if record.fault]
             open_ones = [(r.kind, r.identity, len(r.text), r.refused) for r in self.records if not _over(r)]
             raise AssertionError(f"{what}: not within {seconds:g} s; faults {faults[:5]}, open {open_ones}") from None
+
+
+def stub_load(gateways: Callable[[], list[tuple[str, str]]], chance: random.Random) -> Load:
+    """Of the stub engine: twelve clients whose requests take two seconds or so, and four with short ones."""
+    return Load(gateways, stub_tasks(chance, 120), short=stub_tasks(chance, 6))
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[Any]:

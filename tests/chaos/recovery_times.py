@@ -15,9 +15,8 @@ from pathlib import Path
 
 from tests.chaos.cluster_fixture import House
 from tests.chaos.exercise import Row, exercise
-from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import all_faults
-from tests.chaos.load import Load
+from tests.chaos.load import stub_load
 
 FAULTS = ("kill-rank-0", "kill-ring", "stop-rank-0", "kill-gateway", "kill-scheduler", "kill-monitor", "kill-nats")
 
@@ -29,8 +28,7 @@ async def measure(rounds: int, directory: Path) -> dict[str, list[Row]]:
         for _ in range(rounds):
             for name in FAULTS:
                 fault = all_faults()[name]()
-                chance = random.Random()
-                load = Load(house.addresses, stub_tasks(chance, 120), short=stub_tasks(chance, 6))
+                load = stub_load(house.addresses, random.Random())
                 async with load:
                     row = await exercise(house, fault, load)
                     await load.finish()

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.cluster_fixture import House, Plan
-from tests.chaos.exercise import Row, markdown, row_of
-from tests.chaos.expected import stub_tasks
+from tests.chaos.exercise import Row, markdown, row_of, struck
 from tests.chaos.faults import CUTTABLE, all_faults
-from tests.chaos.load import Load
+from tests.chaos.load import Load, stub_load
 from tests.chaos.schedule import Strike, rounds
 
 
@@ -43,15 +42,9 @@ class Soak:
     async def _strike(self, strike: Strike) -> None:
         await asyncio.sleep(strike.after)
         fault = all_faults(strike.number)[strike.fault]()
-        at = time.monotonic()
-        self.schedule.append(f"{at - self._began:7.2f} s  {strike.fault} of {fault.target}")
-        await fault.inject(self._house)
-        detected = await fault.detected(self._house, at)
-        healed = time.monotonic()
-        await fault.heal(self._house)
-        whole = await fault.recovered(self._house, at if detected is None else min(healed, detected))
-        row = row_of(fault.name, self._load.records, self._house.watch.moved, at, detected, whole)
-        self.rows.append(row)
+        self.schedule.append(f"{time.monotonic() - self._began:7.2f} s  {strike.fault} of {fault.target}")
+        times = await struck(self._house, fault)
+        self.rows.append(row_of(fault.name, self._load.records, self._house.watch.moved, *times))
 
 
 def worst(rows: list[Row]) -> list[Row]:
@@ -66,8 +59,7 @@ def worst(rows: list[Row]) -> list[Row]:
 async def soak(seed: int, minutes: float, directory: Path) -> None:
     """Raises `AssertionError`, whose text has what is needed to repeat the run."""
     async with House(directory, Plan(cuttable=CUTTABLE)) as house:
-        chance = random.Random(seed)
-        load = Load(house.addresses, stub_tasks(chance, 120), short=stub_tasks(chance, 6))
+        load = stub_load(house.addresses, random.Random(seed))
         began = time.monotonic()
         run = Soak(house, load, began)
         try:

@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import nats.errors
 import pytest
 import trustme
-from nats.js.api import StreamConfig
-from nats.js.errors import APIError
 
 from shared.messages import ControlReply, Drain
 from shared.nats import subjects
 from tests.alerts.prometheus import need
 from tests.alerts.rules import PENDING
 from tests.chaos.alerting import askers, fires, hang, kill, signal_if_there, signal_ranks, start, watched
+from tests.chaos.broker import full_store
 from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import stub_tasks
@@ -269,15 +267,9 @@ async def test_a_store_without_room(tmp_path: Path, load: Loader) -> None:
         load(house) as clients,
     ):
         await clients.flowing()
-        jetstream = house.bus.jetstream()
-        await jetstream.add_stream(StreamConfig(name="BALLAST", subjects=["ballast"]))
-        for size in (1 << 20, 1 << 16, 1 << 10, 16):
-            with contextlib.suppress(APIError, nats.errors.Error):
-                while True:
-                    await jetstream.publish("ballast", bytes(size), timeout=5)
-        await fires(seen, "RyzansteinStoreFailing")
-        await fires(seen, "RyzansteinRequestsFailing")
-        await jetstream.delete_stream("BALLAST")
+        async with full_store(house.bus):
+            await fires(seen, "RyzansteinStoreFailing")
+            await fires(seen, "RyzansteinRequestsFailing")
         await seen.until_over("RyzansteinStoreFailing", 60)
         await clients.finish()
     clients.check(may_refuse=True)

@@ -82,13 +82,12 @@ async def test_a_ring_that_comes_back_from_the_dead_changes_nothing(
 
 @pytest.mark.chaos
 async def test_a_ring_that_was_replaced_under_its_name_changes_nothing(
-    tmp_path: Path, remark: Callable[[str], None]
+    tmp_path: Path, load: Loader, remark: Callable[[str], None]
 ) -> None:
     """As when a pod is thought dead and started anew: two rings of one group, of which the older wakes up."""
     async with House(tmp_path, Plan(**SMALL)) as house:
-        chance = random.Random()
-        async with Load(house.addresses, stub_tasks(chance, 120), short=stub_tasks(chance, 6)) as load:
-            await load.flowing()
+        async with load(house) as clients:
+            await clients.flowing()
             at = time.monotonic()
             old = house.members["executor-1"]
             ranks = house.ranks("executor-1")
@@ -97,13 +96,12 @@ async def test_a_ring_that_was_replaced_under_its_name_changes_nothing(
             await house.watch.down("group-1", at)
             await house.add_executor("group-1")
             late = house.watch.late
-            await load.flowing()
+            await clients.flowing()
             woken = time.monotonic()
             for pid in (*ranks, old.pid):
                 os.kill(pid, signal.SIGCONT)
-            await load.settled(await load.settled(woken))
-            await load.finish()
-        load.check()
-        remark(
-            f"A ring that was replaced woke up: {house.watch.late - late} late entries, {len(load.records)} requests."
-        )
+            await clients.settled(await clients.settled(woken))
+            await clients.finish()
+        clients.check()
+        late = house.watch.late - late
+        remark(f"A ring that was replaced woke up: {late} late entries, {len(clients.records)} requests.")

@@ -58,11 +58,7 @@ def refusal(subject: str, error: tuple[int, int, str]) -> bytes:
     """The answer to anything on that subject."""
     words = subject.split(".")[2:]
     name = next((name for count in (3, 2, 1) if (name := ".".join(words[:count])) in _HANDLERS), words[0])
-    return json.dumps({"type": _kind(name), "error": _error(*error)}).encode()
-
-
-def _error(code: int, err_code: int, description: str) -> Answer:
-    return {"code": code, "err_code": err_code, "description": description}
+    return json.dumps({"type": _kind(name), "error": Refused(*error).as_dict()}).encode()
 
 
 def _kind(name: str) -> str:
@@ -78,7 +74,7 @@ def _answer(js: "JetStream", name: str, rest: list[str], payload: bytes) -> Answ
         return told | {"error": error.as_dict()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         what = "unexpected EOF" if "truncated" in str(error) else error  # Go's words, where they are known
-        return told | {"error": _error(400, 10025, f"invalid JSON: {what}")}
+        return told | {"error": Refused(400, 10025, f"invalid JSON: {what}").as_dict()}
 
 
 def _body(payload: bytes) -> Answer:

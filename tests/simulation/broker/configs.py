@@ -182,9 +182,9 @@ class ConsumerConfig(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def _check_queue(self, others: list["ConsumerConfig"]) -> None:
         if self.ack_policy != "explicit":
-            mode = "in push mode" if self.deliver_subject else "in pull mode"
-            what = f"consumer {mode} requires explicit ack policy on workqueue stream"
-            raise Refused(400, 10098 if self.deliver_subject else 10084, what)
+            if self.ack_policy == "none" and not self.deliver_subject:
+                raise Refused(400, 10084, "consumer in pull mode requires explicit ack policy on workqueue stream")
+            raise Refused(400, 10098, "workqueue stream requires explicit ack")
         others = [other for other in others if other.name != self.name]
         if others and not self.filters:
             raise Refused(400, 10099, "multiple non-filtered consumers not allowed on workqueue stream")

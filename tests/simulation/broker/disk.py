@@ -32,7 +32,7 @@ class Disk:
         self._streams.pop(stream, None)
         self.dirty = True
 
-    def changed(self, stream: str) -> None:
+    def changed(self) -> None:
         self.dirty = True
 
     def lose_power(self, now: int) -> None:

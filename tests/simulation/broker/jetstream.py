@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tests.simulation.broker import api
 from tests.simulation.broker.configs import (
@@ -24,11 +24,9 @@ from tests.simulation.broker.configs import (
     text_of,
 )
 from tests.simulation.broker.consumers import Consumer, Delivery
+from tests.simulation.broker.disk import Disk
 from tests.simulation.broker.streams import Stream
 from tests.simulation.broker.subjects import MOST_CACHED
-
-if TYPE_CHECKING:
-    from tests.simulation.broker.disk import Disk
 
 STORE = 64 << 30  # bytes that streams may set aside together
 EXPIRY = 0.25  # seconds between two looks at what is too old
@@ -50,11 +48,9 @@ class Clients(Protocol):
 
 
 class JetStream:
-    def __init__(
-        self, clients: Clients, draw: random.Random, *, store: int = STORE, disk: "Disk | None" = None
-    ) -> None:
-        """`store`: bytes that there are; `disk`: what is left of an earlier run is there again."""
-        self.clients, self.draw, self.store, self.disk = clients, draw, store, disk
+    def __init__(self, clients: Clients, draw: random.Random, *, store: int = STORE, disk: Disk | None = None) -> None:
+        """`store`: bytes that there are; `disk`: what is left of an earlier run is there again; None: an empty one."""
+        self.clients, self.draw, self.store, self.disk = clients, draw, store, disk or Disk()
         self.streams: dict[str, Stream] = {}
         self.enabled = True
         self.full = ""  # the name of a stream whose quota is reached; empty: none is
@@ -64,8 +60,7 @@ class JetStream:
         self._timers: dict[tuple[str, str], tuple[float, asyncio.TimerHandle]] = {}
         self._pushes: dict[str, list[Consumer]] = {}  # by the subject that they deliver to
         self._fresh: list[Consumer] = []
-        if disk is not None:
-            self._recover(disk)
+        self._recover()
 
     def stop(self) -> None:
         """Nothing moves any more."""
@@ -113,7 +108,7 @@ class JetStream:
         """Stores it, says so to who wants to know, and delivers it."""
         name = stream.config.name
         try:
-            if self.disk is not None and self.disk.full:
+            if self.disk.full:
                 self._out_of_space()
                 raise Refused(*NO_RESOURCES)
             if name == self.full:
@@ -126,8 +121,8 @@ class JetStream:
         else:
             duplicate = ',"duplicate": true' if stored.duplicate else ""
             answer = f'{{"stream":"{name}","seq":{stored.sequence}{duplicate}}}'.encode()
-            if self.disk is not None and not stored.duplicate:
-                self.disk.changed(name)
+            if not stored.duplicate:
+                self.disk.changed()
         if reply and not stream.config.no_ack:
             self.clients.route(reply, "", b"", answer)
         self._deliver_from(stream)
@@ -197,8 +192,7 @@ class JetStream:
             return stream
         self.streams[stream.config.name] = stream
         self._by_subject.clear()
-        if self.disk is not None:
-            self.disk.add(stream)
+        self.disk.add(stream)
         return stream
 
     def update(self, stream: Stream, config: StreamConfig) -> None:
@@ -219,13 +213,11 @@ class JetStream:
         self.release(stream)
         if self.cluster is not None:
             self.cluster.forget(stream.config.name)
-        if self.disk is not None:
-            self.disk.delete(stream.config.name)
+        self.disk.delete(stream.config.name)
 
     def changed(self, stream: Stream) -> None:
         """Messages have gone."""
-        if self.disk is not None:
-            self.disk.changed(stream.config.name)
+        self.disk.changed()
         self._deliver_from(stream)
 
     # --- consumers -----------------------------------------------------------------------------------------
@@ -259,8 +251,7 @@ class JetStream:
         """Consumers that were made deliver, now that whoever made them knows of them."""
         fresh, self._fresh = self._fresh, []
         for consumer in fresh:
-            if self.disk is not None:
-                self.disk.changed(consumer.stream.config.name)
+            self.disk.changed()
             self.run(consumer)
 
     def _listen(self, consumer: Consumer, before: str | None, after: str | None) -> None:
@@ -289,8 +280,7 @@ class JetStream:
         if consumer.stream.config.retention == "interest":
             for number in list(consumer.stream.messages):
                 self._settle(consumer.stream, number)
-        if self.disk is not None:
-            self.disk.changed(stream)
+        self.disk.changed()
 
     def _acknowledge(self, tokens: list[str], reply: str, payload: bytes) -> None:
         stream = self.streams.get(tokens[2]) if len(tokens) == 9 and tokens[5].isdigit() else None
@@ -309,8 +299,7 @@ class JetStream:
         else:
             for done in consumer.acknowledge(number, time.time_ns()):
                 self._settle(stream, done)
-        if self.disk is not None:
-            self.disk.changed(tokens[2])
+        self.disk.changed()
         if reply:
             self.clients.route(reply, "", b"", b"")
         self.run(consumer)
@@ -409,16 +398,16 @@ class JetStream:
         else:
             before = len(stream.messages)
             stream.expire(time.time_ns())
-            if self.disk is not None and len(stream.messages) != before:
-                self.disk.changed(key[0])
+            if len(stream.messages) != before:
+                self.disk.changed()
             self._deliver_from(stream)
         self.clients.flush()
 
     # --- after a start -------------------------------------------------------------------------------------------
 
-    def _recover(self, disk: "Disk") -> None:
+    def _recover(self) -> None:
         now = asyncio.get_running_loop().time()
-        for stream in disk.load(now):
+        for stream in self.disk.load(now):
             self.streams[stream.config.name] = stream
             for consumer in self.consumers(stream):
                 self._listen(consumer, None, consumer.config.deliver_subject)

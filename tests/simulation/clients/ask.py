@@ -84,10 +84,17 @@ class Surroundings:
         await asyncio.sleep(max(at_least, self.draw.uniform(*PAUSE)))
 
     async def insist(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **more: Any
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        *,
+        final: str = "",
+        **more: Any,
     ) -> tuple[Reply, str]:
         """Asks one gateway after the other until one has answered, and says which. Raises `Refused` where it makes no
-        sense to go on."""
+        sense to go on, or for the code `final`."""
         while True:
             wait, token = 0.0, self.token
             try:
@@ -96,7 +103,7 @@ class Surroundings:
             except Lost:
                 pass
             except Refused as error:
-                if not (error.again or self.replaced(token, error)):
+                if error.code == final or not (error.again or self.replaced(token, error)):
                     raise
                 wait = error.retry_after
             await self.pause(wait)

@@ -13,7 +13,7 @@ import msgspec
 
 from tests.chaos.expected import stub_text
 from tests.simulation.clients.ask import Lost, Refused, Surroundings, refusal
-from tests.simulation.clients.history import Request, Try, Wanted
+from tests.simulation.clients.history import Acknowledged, Kept, Request, Try, Wanted
 
 # Seconds for which a generation is asked to go on while nobody reads it: clients look for another gateway at leisure.
 # More than a fault lasts.
@@ -86,6 +86,17 @@ class Client:
     def request(self, body: dict[str, Any], wanted: Wanted, key: str = "") -> Request:
         made = Request(self.name, self.kind, self._number, body, wanted, self.around.now, self.around.tenant, key)
         return self.history.began(made)
+
+    def acknowledged(self, what: Kept, identity: str, gateway: str) -> Acknowledged:
+        around = self.around
+        made = Acknowledged(what, identity, around.now, around.tenant, around.token, gateway)
+        self.history.acknowledged.append(made)
+        return made
+
+    def prompted(self, model: str) -> tuple[dict[str, Any], int, int]:
+        """A completion's body, with its seed and how many tokens it asks for."""
+        seed, tokens = self.seed(), self.draw.randint(*self.plan.tokens)
+        return {"model": model, "prompt": self.words(), "seed": seed, "max_tokens": tokens}, seed, tokens
 
     def drawn(self, seed: int, *, may_stop: bool = True) -> tuple[dict[str, Any], Wanted]:
         """Sampling fields and what must come of them."""
@@ -167,9 +178,7 @@ def take_chunk(request: Request, chunk: dict[str, Any]) -> None:
         request.logprobs += logprobs_of(choice)
         delta = choice["delta"].get("content") if "delta" in choice else choice["text"]
         if delta:
-            request.text += delta
-            request.arrivals += 1
-            request.last_arrival = asyncio.get_running_loop().time()
+            request.arrived(delta, asyncio.get_running_loop().time())
 
 
 def take_whole(request: Request, answer: dict[str, Any]) -> None:

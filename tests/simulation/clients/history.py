@@ -8,6 +8,7 @@ from typing import Any, Literal
 # `refused`: for good, with an error that says that it makes no sense to try again. `left`: its client has gone.
 Outcome = Literal["open", "answered", "refused", "cancelled", "left"]
 Ending = Literal["lost", "refused", "ended", "left"]
+Kept = Literal["file", "batch", "job", "model", "response", "chat", "conversation", "adapter"]
 
 
 @dataclass(eq=False)
@@ -77,6 +78,11 @@ class Request:
         if not self.key:
             self.identity = ""
 
+    def arrived(self, text: str, now: float) -> None:
+        self.text += text
+        self.arrivals += 1
+        self.last_arrival = now
+
     def called(self, identity: str) -> None:
         self.identity = identity
         self.identities.add(identity)
@@ -86,7 +92,7 @@ class Request:
 class Acknowledged:
     """Something that the API has said to be there, or to be gone."""
 
-    what: Literal["file", "batch", "job", "model", "response", "chat", "conversation", "adapter"]
+    what: Kept
     identity: str
     at: float
     tenant: str

@@ -14,7 +14,7 @@ from services.executor.worker.stub import adapted
 from tests.chaos.expected import stub_text
 from tests.simulation.clients.ask import Refused
 from tests.simulation.clients.client import Client, take_whole
-from tests.simulation.clients.history import Acknowledged, BatchSeen, JobSeen, Wanted
+from tests.simulation.clients.history import BatchSeen, JobSeen, Wanted
 
 FILES, BATCHES, JOBS = "/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"
 ADAPTERS = "/v1/loras"
@@ -46,12 +46,6 @@ class Long(Client):
         body, headers = form(purpose, f"{self.name}-{self._number}.jsonl", data)
         reply, gateway = await self.around.insist("POST", FILES, body, headers)
         return self.acknowledged("file", str(reply.json()["id"]), gateway).identity
-
-    def acknowledged(self, what: Any, identity: str, gateway: str) -> Acknowledged:
-        around = self.around
-        made = Acknowledged(what, identity, around.now, around.tenant, around.token, gateway)
-        self.history.acknowledged.append(made)
-        return made
 
     async def create(self, path: str, body: Any) -> tuple[dict[str, Any], str]:
         """What was made, under a key; and by which gateway."""
@@ -121,9 +115,8 @@ class Batches(Long):
     def lines(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
         wanted, lines = {}, []
         for number in range(self.draw.randint(*self.plan.size)):
-            seed, name = self.seed(), f"line-{number}"
-            tokens = self.draw.randint(*self.plan.tokens)
-            body = {"model": self.around.model, "prompt": self.words(), "seed": seed, "max_tokens": tokens}
+            name = f"line-{number}"
+            body, seed, tokens = self.prompted(self.around.model)
             wanted[name] = stub_text(seed, tokens)
             lines.append({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body})
         return wanted, lines
@@ -203,9 +196,7 @@ class Training(Long):
         await self._ask(job)
 
     async def _ask(self, job: JobSeen) -> None:
-        seed = self.seed()
-        tokens = self.draw.randint(*self.plan.tokens)
-        body = {"model": job.model, "prompt": self.words(), "seed": seed, "max_tokens": tokens}
+        body, seed, tokens = self.prompted(job.model)
         wanted = Wanted(stub_text(adapted(seed, job.digest), tokens), tokens)
         request = self.request(body, wanted, f"{self.name}-{self._number}-adapter")
 

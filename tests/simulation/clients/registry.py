@@ -39,9 +39,7 @@ class Models(Client):
         except Refused as error:
             self.wrong(f"the model {name} was not taken: {error}")
             return
-        around = self.around
-        model = Acknowledged("model", name, around.now, around.tenant, around.token, gateway)
-        self.history.acknowledged.append(model)
+        model = self.acknowledged("model", name, gateway)
         for _ in range(self.draw.randint(1, 4)):
             await self._ask(name)
             await asyncio.sleep(self.draw.uniform(*self.plan.wait))
@@ -49,8 +47,7 @@ class Models(Client):
             await self._take_back(model)
 
     async def _ask(self, model: str) -> None:
-        seed, tokens = self.seed(), self.draw.randint(*self.plan.tokens)
-        body = {"model": model, "prompt": self.words(), "seed": seed, "max_tokens": tokens}
+        body, seed, tokens = self.prompted(model)
         key = f"{model}-{self.draw.getrandbits(48):x}"
         request = self.request(body, Wanted(stub_text(seed, tokens), tokens), key)
 

@@ -190,9 +190,7 @@ class Response(Stream):
         if kind == "response.created":
             request.called(event["response"]["id"])
         elif kind == "response.output_text.delta":
-            request.text += event["delta"]
-            request.arrivals += 1
-            request.last_arrival = self.around.now
+            request.arrived(event["delta"], self.around.now)
         elif kind in ("response.completed", "response.incomplete", "response.failed"):
             if (text := take_response(request, event["response"])) != request.text:
                 request.fault = request.fault or f"its last event has the text {text!r}, not {request.text!r}"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.lines import BatchLine as LineRequest
 from shared.messages.batches import BatchJob, LineResult
-from tests.simulation.clients.ask import QUOTA, Lost, Refused
+from tests.simulation.clients.ask import QUOTA, Refused
 from tests.simulation.clients.history import Filled
 from tests.simulation.clients.jobs import FILES, JOBS, Batches, Long, examples, form
 from tests.simulation.clients.whole import Whole
@@ -32,8 +32,7 @@ class Flooding(Whole):
     async def _one(self) -> None:
         body, wanted = self.chat(may_stop=False)
         body["messages"][0]["content"] = "x" * LARGE
-        request = self.request(body, wanted, self.fresh_key())
-        await self.until_answered(request, lambda gateway, tried: self.send(gateway, request))
+        await self.answered(self.request(body, wanted, self.fresh_key()))
 
 
 class Poison(Batches):
@@ -82,30 +81,15 @@ class Filling(Long):
         self.history.filled.append(filled)
         while filled.made < most + BEYOND + 1:
             try:
-                identity = await self._made(*one())
+                reply, _ = await self.around.insist("POST", *one(), final=QUOTA)
             except Refused as error:
                 if error.code != QUOTA:
                     self.wrong(f"{what} were refused: {error}")
                 filled.refused = True
                 break
-            made.append(identity)
+            made.append(str(reply.json()["id"]))
             filled.made += 1
         return made
-
-    async def _made(self, path: str, body: Any, headers: dict[str, str]) -> str:
-        """Asks until it is made, or refused by a quota. Raises `Refused`."""
-        while True:
-            wait, token = 0.0, self.around.token
-            try:
-                reply = await self.around.ask(self.around.gateway(), "POST", path, body, headers)
-                return str(reply.json()["id"])
-            except Lost:
-                pass
-            except Refused as error:
-                if error.code == QUOTA or not (error.again or self.around.replaced(token, error)):
-                    raise
-                wait = error.retry_after
-            await self.around.pause(wait)
 
     def _file(self) -> tuple[str, Any, dict[str, str]]:
         body, headers = form("batch", f"{self.name}.jsonl", b"{}\n")

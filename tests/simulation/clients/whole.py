@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from tests.simulation.clients.ask import Lost, Refused
 from tests.simulation.clients.client import Client, take_response, take_whole
-from tests.simulation.clients.history import Acknowledged, Request, Try, Wanted
+from tests.simulation.clients.history import Kept, Request, Try, Wanted
 from tests.simulation.clients.streams import CHAT, RESPONSES
 
 
@@ -22,9 +22,11 @@ class Whole(Client):
     kind: ClassVar[str] = "whole"
 
     async def once(self) -> None:
-        body, wanted = self.chat()
-        request = self.request(body, wanted, self.fresh_key())
-        await self.until_answered(request, lambda gateway, tried: self.send(gateway, request))
+        await self.answered(self.request(*self.chat(), self.fresh_key()))
+
+    async def answered(self, request: Request) -> bool:
+        """Whether it is; else it was refused for good."""
+        return await self.until_answered(request, lambda gateway, tried: self.send(gateway, request))
 
     def fresh_key(self) -> str:
         return f"{self.name}-{self._number}-{self.draw.getrandbits(48):x}"
@@ -60,13 +62,13 @@ class Keyed(Whole):
 
     async def _later(self, request: Request, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await self.until_answered(request, lambda gateway, tried: self.send(gateway, request))
+        await self.answered(request)
 
     async def _changed(self, body: dict[str, Any], key: str) -> None:
         """The same key for something else is a mistake, and is told so."""
         other = {**body, "seed": self.seed()}
         request = self.request(other, Wanted("", 0, refusal="idempotency_key_reused"), key)
-        await self.until_answered(request, lambda gateway, tried: self.send(gateway, request))
+        await self.answered(request)
         if request.outcome == "answered":
             request.fault = "its idempotency key had been used with another body, and it was answered"
 
@@ -107,7 +109,7 @@ class Stored(Whole):
     async def _chat(self) -> None:
         body, wanted = self.chat(may_stop=False)
         request = self.request({**body, "store": True}, wanted, self.fresh_key())
-        if await self.until_answered(request, lambda gateway, tried: self.send(gateway, request)):
+        if await self.answered(request):
             await self._keep("chat", f"{CHAT}/{request.identity}", request.identity, request.tries[-1].gateway)
 
     async def _response(self) -> None:
@@ -128,11 +130,11 @@ class Stored(Whole):
     async def _conversation(self) -> str:
         reply, gateway = await self.around.insist("POST", "/v1/conversations", {})
         identity = str(reply.json()["id"])
-        self._acknowledged("conversation", identity, gateway)
+        self.acknowledged("conversation", identity, gateway)
         return identity
 
-    async def _keep(self, what: Any, path: str, identity: str, gateway: str) -> None:
-        known = self._acknowledged(what, identity, gateway)
+    async def _keep(self, what: Kept, path: str, identity: str, gateway: str) -> None:
+        known = self.acknowledged(what, identity, gateway)
         if self.draw.random() < 0.2:
             await asyncio.sleep(self.draw.uniform(0, 10.0))
             try:
@@ -142,12 +144,6 @@ class Stored(Whole):
                 if error.status != 404:
                     self.wrong(f"{path} could not be deleted: {error}")
                 known.gone_at = self.around.now  # an earlier try may have done it
-
-    def _acknowledged(self, what: Any, identity: str, gateway: str) -> Acknowledged:
-        around = self.around
-        made = Acknowledged(what, identity, around.now, around.tenant, around.token, gateway)
-        self.history.acknowledged.append(made)
-        return made
 
 
 class Limited(Whole):
@@ -160,9 +156,7 @@ class Limited(Whole):
         await asyncio.gather(*(self._one() for _ in range(burst)))
 
     async def _one(self) -> None:
-        body, wanted = self.chat(may_stop=False)
-        request = self.request(body, wanted, self.fresh_key())
-        await self.until_answered(request, lambda gateway, tried: self.send(gateway, request))
+        await self.answered(self.request(*self.chat(may_stop=False), self.fresh_key()))
 
 
 class Probing(Client):

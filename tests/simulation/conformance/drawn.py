@@ -3,6 +3,8 @@
 Nothing in them depends on times: what is published is waited for before the next step, and pulls take what there is.
 """
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from tests.simulation.conformance.operations import Script, Step, do
@@ -13,6 +15,11 @@ _SUBJECTS = st.sampled_from(("s.a", "s.b", "s.c.d"))
 _FILTERS = st.sampled_from(("s.a", "s.b", "s.*", "s.>", "s.c.d", ">", "t"))
 _KEYS = st.sampled_from(("x", "y", "y.z"))
 _ACKS = st.sampled_from(("+ACK", "+ACK", "-NAK", "+WPI", "+TERM"))
+_OF_S, _OF_B = {"stream": "S"}, {"bucket": "B"}
+
+
+def _step(name: str, of: dict[str, Any], /, **drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]:
+    return st.fixed_dictionaries(drawn).map(lambda args: do(name, **of, **args))
 
 
 # --- messages without a store -------------------------------------------------------------------------
@@ -66,30 +73,20 @@ _HEADERS = st.one_of(
     st.fixed_dictionaries({"Nats-Expected-Last-Subject-Sequence": st.integers(0, 8).map(str)}),
     st.fixed_dictionaries({"Nats-Rollup": st.sampled_from(("sub", "all"))}),
 )
-_STORED = st.builds(
-    lambda subject, data, headers: do("stored", subject=subject, data=data, headers=headers),
-    _SUBJECTS,
-    st.sampled_from(("", "x", "y" * 30)),
-    _HEADERS,
-)
+_STORED = _step("stored", {}, subject=_SUBJECTS, data=st.sampled_from(("", "x", "y" * 30)), headers=_HEADERS)
 _READ = st.one_of(
-    st.builds(lambda seq, direct: do("get", stream="S", seq=seq, direct=direct), _NUMBERS, st.booleans()),
-    st.builds(lambda subject, direct: do("get", stream="S", subject=subject, direct=direct), _FILTERS, st.booleans()),
-    st.builds(
-        lambda seq, subject, direct: do("get", stream="S", seq=seq, subject=subject, next=True, direct=direct),
-        _NUMBERS,
-        _FILTERS,
-        st.booleans(),
-    ),
-    st.builds(lambda subject: do("stream_info", name="S", subjects=subject), _FILTERS),
+    _step("get", _OF_S, seq=_NUMBERS, direct=st.booleans()),
+    _step("get", _OF_S, subject=_FILTERS, direct=st.booleans()),
+    _step("get", _OF_S | {"next": True}, seq=_NUMBERS, subject=_FILTERS, direct=st.booleans()),
+    _step("stream_info", {"name": "S"}, subjects=_FILTERS),
 )
 _REMOVED = st.one_of(
-    st.builds(lambda seq: do("delete_message", stream="S", seq=seq), _NUMBERS),
-    st.builds(lambda subject: do("purge_stream", stream="S", subject=subject), _FILTERS),
-    st.builds(lambda subject, seq: do("purge_stream", stream="S", subject=subject, seq=seq), _FILTERS, _NUMBERS),
-    st.builds(lambda subject, keep: do("purge_stream", stream="S", subject=subject, keep=keep), _FILTERS, _NUMBERS),
-    st.builds(lambda keep: do("purge_stream", stream="S", keep=keep), _NUMBERS),
-    st.builds(lambda seq: do("purge_stream", stream="S", seq=seq), _NUMBERS),
+    _step("delete_message", _OF_S, seq=_NUMBERS),
+    _step("purge_stream", _OF_S, subject=_FILTERS),
+    _step("purge_stream", _OF_S, subject=_FILTERS, seq=_NUMBERS),
+    _step("purge_stream", _OF_S, subject=_FILTERS, keep=_NUMBERS),
+    _step("purge_stream", _OF_S, keep=_NUMBERS),
+    _step("purge_stream", _OF_S, seq=_NUMBERS),
 )
 _CONSUMERS = st.sampled_from(("one", "two"))
 _CONSUMER = st.fixed_dictionaries(
@@ -101,16 +98,14 @@ _CONSUMER = st.fixed_dictionaries(
         "headers_only": st.just(True),
     },
 )
-_PULLED = st.builds(
-    lambda name, batch: do("pull_now", stream="S", consumer=name, batch=batch), _CONSUMERS, st.integers(1, 3)
-)
+_PULLED = _step("pull_now", _OF_S, consumer=_CONSUMERS, batch=st.integers(1, 3))
 _CONSUMED = st.one_of(
     st.builds(lambda name, config: do("add_consumer", stream="S", durable_name=name, **config), _CONSUMERS, _CONSUMER),
     _PULLED,
     _PULLED,
-    st.builds(lambda place, kind: do("acknowledge", place=place, kind=kind), st.integers(0, 9), _ACKS),
-    st.builds(lambda name: do("consumer_info", stream="S", consumer=name), _CONSUMERS),
-    st.builds(lambda name: do("delete_consumer", stream="S", consumer=name), _CONSUMERS),
+    _step("acknowledge", {}, place=st.integers(0, 9), kind=_ACKS),
+    _step("consumer_info", _OF_S, consumer=_CONSUMERS),
+    _step("delete_consumer", _OF_S, consumer=_CONSUMERS),
 )  # fmt: skip
 
 
@@ -138,29 +133,16 @@ def streams() -> st.SearchStrategy[Script]:
 _VALUES = st.sampled_from(("", "1", "two"))
 # What a watcher shows of one write is waited for: of two that follow at once it may leave out the first.
 _WRITTEN = st.one_of(
-    st.builds(lambda key, value: do("kv_put", bucket="B", key=key, value=value), _KEYS, _VALUES),
-    st.builds(lambda key, value: do("kv_create", bucket="B", key=key, value=value), _KEYS, _VALUES),
-    st.builds(
-        lambda key, value, last: do("kv_update", bucket="B", key=key, value=value, last=last),
-        _KEYS,
-        _VALUES,
-        st.integers(0, 8),
-    ),
-    st.builds(
-        lambda key, last: do("kv_delete", bucket="B", key=key, last=last),
-        _KEYS,
-        st.one_of(st.none(), st.integers(0, 8)),
-    ),
-    st.builds(lambda key: do("kv_purge", bucket="B", key=key), _KEYS),
+    _step("kv_put", _OF_B, key=_KEYS, value=_VALUES),
+    _step("kv_create", _OF_B, key=_KEYS, value=_VALUES),
+    _step("kv_update", _OF_B, key=_KEYS, value=_VALUES, last=st.integers(0, 8)),
+    _step("kv_delete", _OF_B, key=_KEYS, last=st.one_of(st.none(), st.integers(0, 8))),
+    _step("kv_purge", _OF_B, key=_KEYS),
 ).map(lambda step: (step, do("kv_caught_up", name="w", bucket="B")))
 _SEEN = st.one_of(
-    st.builds(
-        lambda key, revision: do("kv_get", bucket="B", key=key, revision=revision),
-        _KEYS,
-        st.one_of(st.none(), _NUMBERS),
-    ),
+    _step("kv_get", _OF_B, key=_KEYS, revision=st.one_of(st.none(), _NUMBERS)),
     st.just(do("kv_keys", bucket="B")),
-    st.builds(lambda key: do("kv_history", bucket="B", key=key), _KEYS),
+    _step("kv_history", _OF_B, key=_KEYS),
     st.just(do("kv_status", bucket="B")),
     st.just(do("stream_info", name="KV_B", subjects=">")),
 ).map(lambda step: (step,))

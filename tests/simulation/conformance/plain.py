@@ -150,13 +150,8 @@ class Plain:
 
     # --- streams -----------------------------------------------------------------------------------
 
-    async def api(self, subject: str, **asked: Any) -> Any:
+    async def api(self, subject: str, body: str = "") -> Any:
         """JetStream's API itself: an answer or an error."""
-        message = await self._client.request(f"$JS.API.{subject}", _json(asked), timeout=PATIENCE)
-        return outcomes.answer(json.loads(message.data))
-
-    async def api_text(self, subject: str, body: str) -> Any:
-        """As `api`, with a body of any text."""
         message = await self._client.request(f"$JS.API.{subject}", body.encode(), timeout=PATIENCE)
         return outcomes.answer(json.loads(message.data))
 
@@ -198,9 +193,6 @@ class Plain:
             "data": outcomes.text(message.data),
             "headers": outcomes.headers(message.headers),
         }
-
-    async def get_last(self, stream: str, subject: str) -> Any:
-        return await self.get(stream, subject=subject)
 
     async def delete_message(self, stream: str, seq: int) -> Any:
         return await self._js.delete_msg(stream, seq)

@@ -1,14 +1,13 @@
 """What scripts are run against. All are started, restarted and stopped alike."""
 
-import os
 import random
-import signal
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.nats.permissions import User, rights
+from tests.chaos.broker import Broker
 from tests.simulation.broker import server as broker
 from tests.simulation.broker.configs import Permissions
 from tests.simulation.broker.disk import Disk
@@ -29,45 +28,18 @@ class Server(Protocol):
         """For a connection as `user`; empty: one that may do everything."""
 
 
-class Limited(LocalNats):
-    """nats-server with so much room for its streams."""
-
-    def __init__(self, directory: Path, room: int, users: bool) -> None:
-        super().__init__(directory, least_rights=users)
-        self._room = room
-
-    def _write_config(self) -> Path:
-        config = super()._write_config()
-        if self._room:
-            text = config.read_text()
-            config.write_text(
-                text.replace("jetstream { store_dir", f"jetstream {{ max_file_store: {self._room}, store_dir")
-            )
-        return config
-
-
-class NatsServer:
+class NatsServer(Broker):
     """The real one, in a process of its own."""
 
     def __init__(self, directory: Path, *, room: int = 0, users: bool = False) -> None:
-        self._server = Limited(directory, room, users)
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def stop(self) -> None:
-        await self._server.stop()
+        super().__init__(directory, quota=room, least_rights=users)
 
     async def restart(self, *, kill: bool) -> None:
-        if kill:
-            os.kill(self._server.pid, signal.SIGKILL)
-            await self._server.wait()
-        else:
-            await self._server.stop()
-        await self._server.start()
+        await (self.kill() if kill else self.stop())
+        await self.start()
 
-    def settings(self, user: str = "") -> CommonSettings:
-        return self._server.settings(user, beat_interval=0.1)
+    def settings(self, user: str = "", **more: Any) -> CommonSettings:
+        return super().settings(user, beat_interval=0.1, **more)
 
 
 class Model:

@@ -15,7 +15,6 @@ from shared.nats.journal import JournalEnd, StartPosition, recorded_in, replay
 from shared.nats.kv import Bucket, KvEntry
 from shared.nats.objects import Objects
 from shared.nats.streams import ensure_stream, ensure_streams, read_stream
-from tests.simulation.conformance import outcomes
 from tests.simulation.conformance.plain import PATIENCE
 
 
@@ -200,4 +199,4 @@ class Services:
 def _entry(entry: KvEntry[SessionPin] | None) -> Any:
     if entry is None:
         return None
-    return {"key": entry.key, "value": outcomes.text(entry.value.group.encode()), "revision": entry.revision}
+    return {"key": entry.key, "value": entry.value.group, "revision": entry.revision}

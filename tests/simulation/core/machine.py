@@ -232,14 +232,12 @@ def _exited(code: int) -> None:
 _exit = os._exit
 
 
-def _host_name() -> str:
-    process = _process()
-    return _gethostname() if process is None else process.host.name
+def _host_name(real: Callable[[], str]) -> Callable[[], str]:
+    def name() -> str:
+        process = _process()
+        return real() if process is None else process.host.name
 
-
-def _node_name() -> str:
-    process = _process()
-    return _node() if process is None else process.host.name
+    return name
 
 
 def _cores(pid: int) -> set[int]:
@@ -269,4 +267,4 @@ def install() -> None:
     subprocess.Popen.__init__ = _opened  # type: ignore[method-assign,assignment]
     os.getpid, os.kill, os._exit = _own_pid, _killed, _exited  # type: ignore[assignment]
     os.sched_getaffinity, os.cpu_count = _cores, _core_count  # type: ignore[assignment]
-    socket.gethostname, platform.node = _host_name, _node_name
+    socket.gethostname, platform.node = _host_name(_gethostname), _host_name(_node)

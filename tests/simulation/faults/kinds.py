@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tests.simulation.core.processes import Process
+from tests.simulation.core.processes import Host, Process
+from tests.simulation.core.world import World
 from tests.simulation.faults.schedule import Fault, Unusable
 from tests.simulation.faults.system import System
 
@@ -41,46 +42,23 @@ class Kind:
     refuses: Refuses = "anything"
 
 
-def _process(system: System, fault: Fault) -> Process | None:
-    return system.process(fault.target)
+def _at_once(act: Callable[[System, Fault], object]) -> Act:
+    """Of what takes no time."""
+
+    async def acted(system: System, fault: Fault) -> None:
+        act(system, fault)
+
+    return acted
 
 
-async def _kill(system: System, fault: Fault) -> None:
-    process = _process(system, fault)
-    if process is not None:
-        system.world.kill(process)
+def _of_process(act: Callable[[World, Process, Fault], None]) -> Act:
+    """Of what is done to the target's process, while it has one."""
 
+    async def acted(system: System, fault: Fault) -> None:
+        if (process := system.process(fault.target)) is not None:
+            act(system.world, process, fault)
 
-async def _pause(system: System, fault: Fault) -> None:
-    process = _process(system, fault)
-    if process is not None:
-        system.world.pause(process)
-
-
-async def _resume(system: System, fault: Fault) -> None:
-    process = _process(system, fault)
-    if process is not None:
-        system.world.resume(process)
-
-
-async def _starve(system: System, fault: Fault) -> None:
-    process = _process(system, fault)
-    if process is not None:
-        system.world.starve(process, fault.parameters["seconds"])
-
-
-async def _feed(system: System, fault: Fault) -> None:
-    process = _process(system, fault)
-    if process is not None:
-        system.world.starve(process, 0.0)
-
-
-async def _power_loss(system: System, fault: Fault) -> None:
-    system.world.lose_power(system.world.host(_host(system, fault.target)))
-
-
-async def _power_back(system: System, fault: Fault) -> None:
-    system.world.restore_power(system.world.host(_host(system, fault.target)))
+    return acted
 
 
 def _host(system: System, name: str) -> str:
@@ -89,65 +67,53 @@ def _host(system: System, name: str) -> str:
     return process.host.name if process is not None else name
 
 
+def _host_of(system: System, fault: Fault) -> Host:
+    return system.world.host(_host(system, fault.target))
+
+
 def _ends(system: System, fault: Fault) -> tuple[str, str]:
     return _host(system, fault.target), _host(system, str(fault.parameters["other"]))
 
 
-async def _cut(system: System, fault: Fault) -> None:
-    system.world.network.cut(*_ends(system, fault))
+def _number(fault: Fault, name: str, default: float = 0.0) -> float:
+    """Of its parameters."""
+    return float(fault.parameters.get(name, default))
+
+
+_kill = _of_process(lambda world, process, fault: world.kill(process))
+_pause = _of_process(lambda world, process, fault: world.pause(process))
+_resume = _of_process(lambda world, process, fault: world.resume(process))
+_starve = _of_process(lambda world, process, fault: world.starve(process, _number(fault, "seconds")))
+_feed = _of_process(lambda world, process, fault: world.starve(process, 0.0))
+_power_loss = _at_once(lambda system, fault: system.world.lose_power(_host_of(system, fault)))
+_power_back = _at_once(lambda system, fault: system.world.restore_power(_host_of(system, fault)))
+_skew = _at_once(lambda system, fault: system.world.jump(_host_of(system, fault), _number(fault, "seconds")))
+_unskew = _at_once(lambda system, fault: system.world.jump(_host_of(system, fault), -_number(fault, "seconds")))
+_cut = _at_once(lambda system, fault: system.world.network.cut(*_ends(system, fault)))
+_heal = _at_once(lambda system, fault: system.world.network.heal(*_ends(system, fault)))
+_isolate = _at_once(lambda system, fault: system.world.network.isolate(_host(system, fault.target)))
+_rejoin = _at_once(lambda system, fault: system.world.network.rejoin(_host(system, fault.target)))
+_slow = _at_once(
+    lambda system, fault: system.world.network.slow(*_ends(system, fault), _number(fault, "seconds", 0.05))
+)
+_fast = _at_once(lambda system, fault: system.world.network.slow(*_ends(system, fault), 0.0))
+_lossy = _at_once(lambda system, fault: system.world.network.lossy(*_ends(system, fault), _number(fault, "share", 0.1)))
+_lossless = _at_once(lambda system, fault: system.world.network.lossy(*_ends(system, fault), 0.0))
 
 
 async def _cut_one_way(system: System, fault: Fault) -> None:
     one, other = _ends(system, fault)
-    if float(fault.parameters.get("away", 0.0)) < 0.5:
+    if _number(fault, "away") < 0.5:
         one, other = other, one
     system.world.network.cut(one, other, both=False)
-
-
-async def _heal(system: System, fault: Fault) -> None:
-    system.world.network.heal(*_ends(system, fault))
-
-
-async def _isolate(system: System, fault: Fault) -> None:
-    system.world.network.isolate(_host(system, fault.target))
-
-
-async def _rejoin(system: System, fault: Fault) -> None:
-    system.world.network.rejoin(_host(system, fault.target))
-
-
-async def _slow(system: System, fault: Fault) -> None:
-    system.world.network.slow(*_ends(system, fault), float(fault.parameters.get("seconds", 0.05)))
-
-
-async def _fast(system: System, fault: Fault) -> None:
-    system.world.network.slow(*_ends(system, fault), 0.0)
-
-
-async def _lossy(system: System, fault: Fault) -> None:
-    system.world.network.lossy(*_ends(system, fault), float(fault.parameters.get("share", 0.1)))
-
-
-async def _lossless(system: System, fault: Fault) -> None:
-    system.world.network.lossy(*_ends(system, fault), 0.0)
 
 
 async def _reset(system: System, fault: Fault) -> None:
     """One connection of the target's host, by its number among them."""
     ends = system.world.network.connections(_host(system, fault.target))
     if ends:
-        number = int(float(fault.parameters.get("number", 0.0)) * len(ends))
+        number = int(_number(fault, "number") * len(ends))
         system.world.network.break_connection(ends[min(number, len(ends) - 1)])
-
-
-async def _skew(system: System, fault: Fault) -> None:
-    seconds = float(fault.parameters.get("seconds", 0.0))
-    system.world.jump(system.world.host(_host(system, fault.target)), seconds)
-
-
-async def _unskew(system: System, fault: Fault) -> None:
-    seconds = float(fault.parameters.get("seconds", 0.0))
-    system.world.jump(system.world.host(_host(system, fault.target)), -seconds)
 
 
 async def _operate(system: System, fault: Fault) -> None:

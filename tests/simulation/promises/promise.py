@@ -5,17 +5,11 @@ Evidence ──once, at the end────────────────�
 """
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from tests.simulation.clients.history import History, Request
 from tests.simulation.promises.evidence import Evidence
-
-
-class Broken(NamedTuple):
-    promise: str
-    told: str  # who, what, where: one sentence
-    subject: str = ""  # the id of the request, batch, job or file that it is about
-
+from tests.simulation.systems.outcome import Broken
 
 Finding = tuple[str, str]  # the sentence, and its subject
 

@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> int:
     names = options.scenario or ["everything"]
-    found = [_scenario(name) for name in names]
+    found = [scenarios.load(name) for name in names]
     totals, seen = [], coverage.Coverage()
     for name, scenario in zip(names, found, strict=True):
         totals.append(_search_one(options, name, scenario, seen))
@@ -172,7 +172,7 @@ def _reduce(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     for title, rows in (
-        ("Scenario", [(name, _scenario(name).about) for name in scenarios.names()]),
+        ("Scenario", [(name, scenarios.load(name).about) for name in scenarios.names()]),
         ("Fault", [(kind.name, kind.story) for kind in KINDS.values()]),
         ("Bug that can be put back", [(bug.name, bug.about) for bug in BUGS.values()]),
     ):
@@ -186,10 +186,6 @@ def _list(options: argparse.Namespace) -> int:
 # --- what was chosen, and what is said ---------------------------------------------------------------------
 
 
-def _scenario(name: str) -> Scenario:
-    return scenarios.load(name)
-
-
 def _bugs(names: list[str]) -> list[str]:
     for name in names:
         if name not in BUGS:
@@ -200,10 +196,10 @@ def _bugs(names: list[str]) -> list[str]:
 def _chosen(options: argparse.Namespace) -> tuple[Scenario, Schedule]:
     if options.schedule is not None:
         schedule = load(options.schedule)
-        scenario = _scenario(schedule.scenario)
+        scenario = scenarios.load(schedule.scenario)
         scenarios.check_schedule(scenario, schedule)
     else:
-        scenario = _scenario(options.scenario)
+        scenario = scenarios.load(options.scenario)
         schedule = draw(scenario, options.seed)
     if options.bug:
         schedule = msgspec.structs.replace(schedule, bugs=options.bug)

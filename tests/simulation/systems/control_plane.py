@@ -209,8 +209,7 @@ class ControlPlane:
             settings,
             self._patience,
         )
-        found = [Broken(*one) for one in self._watch.after(evidence)]
-        return [*self._found, *found, *map(_failed, self.world.failures)]
+        return [*self._found, *self._watch.after(evidence), *map(_failed, self.world.failures)]
 
 
 def _failed(failure: Failure) -> Broken:

@@ -27,6 +27,20 @@ ENGINE = "rank/engine"
 STALLED = 300.0  # seconds that a turn of an engine waits at most, which is not stopped and yet computes nothing
 Parameters = Mapping[str, Any]
 Wrong = Callable[[str], None]  # is told, in a sentence, of an operation that did not come to its end
+# What befalls children of an executor: which of them, and what is done to each.
+CHILDREN: dict[str, tuple[str, Callable[[World, Process], None]]] = {
+    "rank_crash": ("rank", World.kill),
+    "rank_fault": ("rank", lambda world, rank: world.kill(rank, -signal.SIGSEGV)),
+    "rank_hang": ("rank", World.pause),
+    "end_rank_hang": ("rank", World.resume),
+    "trainer_crash": ("trainer", World.kill),
+    "engine_crash": (ENGINE, World.kill),
+    "engine_fault": (ENGINE, lambda world, engine: world.kill(engine, -signal.SIGSEGV)),
+    "engine_hang": (ENGINE, World.pause),
+    "end_engine_hang": (ENGINE, World.resume),
+    "engine_stall": (ENGINE, lambda world, engine: world.starve(engine, STALLED)),
+    "end_engine_stall": (ENGINE, lambda world, engine: world.starve(engine, 0.0)),
+}
 
 
 class Operations:
@@ -38,56 +52,15 @@ class Operations:
 
     async def operate(self, verb: str, target: str, parameters: Parameters) -> None:
         """`verb`: as `kinds.py` has it, or `end_` and that. Raises `NotImplementedError` where there is none."""
+        if verb in CHILDREN:
+            kind, befall = CHILDREN[verb]
+            for child in self._children(target, kind):
+                befall(self._world, child)
+            return
         act = getattr(self, f"_{verb}", None)
         if act is None:
             raise NotImplementedError(f"The deployment knows no {verb}.")
         await act(target, parameters)
-
-    # --- children of an executor -------------------------------------------------------------------
-
-    async def _rank_crash(self, target: str, _: Parameters) -> None:
-        for rank in self._children(target, "rank"):
-            self._world.kill(rank)
-
-    async def _rank_fault(self, target: str, _: Parameters) -> None:
-        for rank in self._children(target, "rank"):
-            self._world.kill(rank, -signal.SIGSEGV)
-
-    async def _rank_hang(self, target: str, _: Parameters) -> None:
-        for rank in self._children(target, "rank"):
-            self._world.pause(rank)
-
-    async def _end_rank_hang(self, target: str, _: Parameters) -> None:
-        for rank in self._children(target, "rank"):
-            self._world.resume(rank)
-
-    async def _trainer_crash(self, target: str, _: Parameters) -> None:
-        for trainer in self._children(target, "trainer"):
-            self._world.kill(trainer)
-
-    async def _engine_crash(self, target: str, _: Parameters) -> None:
-        for engine in self._children(target, ENGINE):
-            self._world.kill(engine)
-
-    async def _engine_fault(self, target: str, _: Parameters) -> None:
-        for engine in self._children(target, ENGINE):
-            self._world.kill(engine, -signal.SIGSEGV)
-
-    async def _engine_hang(self, target: str, _: Parameters) -> None:
-        for engine in self._children(target, ENGINE):
-            self._world.pause(engine)
-
-    async def _end_engine_hang(self, target: str, _: Parameters) -> None:
-        for engine in self._children(target, ENGINE):
-            self._world.resume(engine)
-
-    async def _engine_stall(self, target: str, _: Parameters) -> None:
-        for engine in self._children(target, ENGINE):
-            self._world.starve(engine, STALLED)
-
-    async def _end_engine_stall(self, target: str, _: Parameters) -> None:
-        for engine in self._children(target, ENGINE):
-            self._world.starve(engine, 0.0)
 
     def _children(self, target: str, kind: str) -> list[Process]:
         return [one for one in self._world.processes if one.alive and one.name == f"{target}/{kind}"]

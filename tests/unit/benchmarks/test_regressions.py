@@ -24,7 +24,7 @@ def test_the_two_ways_take_turns_and_the_first_round_does_not_count() -> None:
         order.append(name)
         return cost + (100.0 if len(order) <= 2 else 0.0)
 
-    found = ratios([Pair("r", "more", lambda: way("A", 2.0), lambda: way("B", 6.0))], 3)
+    found = ratios([Pair("r", lambda: way("A", 2.0), lambda: way("B", 6.0))], 3)
     assert "".join(order) == "ABBAABBA"
     assert found == {"r": [3.0, 3.0, 3.0]}
 

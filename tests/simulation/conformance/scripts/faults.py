@@ -120,7 +120,7 @@ SCRIPTS = (
         do("stored_bytes", subject="a.3", count=1 << 20),
         do("put", bucket="sessions", key="x", value="v" * (1 << 20)),
         do("stream_info", name="A", subjects=">"),
-        do("get_last", stream="A", subject="a.3"),
+        do("get", stream="A", subject="a.3"),
         do("purge_stream", stream="A", subject="a.1"),
         do("put", bucket="sessions", key="x", value="small"),
         do("stored_bytes", subject="a.3", count=1000),
