@@ -88,7 +88,8 @@ class Objects:
             except BrokerFull:
                 if most < LEAST_BYTES:
                     raise
-                most //= 2
+                # Not halves: they often come to all that is left, and a broker with nothing left makes no stream.
+                most = most * 2 // 3
         if most != self._max_bytes:
             log.warning("stream_max_bytes_reduced", store=self._name, wanted=self._max_bytes, set=most)
 

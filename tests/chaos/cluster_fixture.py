@@ -26,6 +26,10 @@ from tests.chaos.watch import Watch
 
 READY_TIMEOUT = 120.0
 QUOTA = 24 << 20
+# What streams set aside of a store that can be filled; with the journal's, half of it.
+SMALL_STORES = {
+    f"RYZANSTEIN_{name}_MAX_BYTES": str(1 << 20) for name in ("RESPONSE", "RECORDS", "FILES", "TRAINING", "ADAPTERS")
+}
 SERVICES = ("health-monitor", "scheduler", "gateway", "executor")
 
 
@@ -179,6 +183,7 @@ class House:
             "RYZANSTEIN_NATS_PASSWORD": common.nats_password.get_secret_value(),
             "RYZANSTEIN_JOURNAL_MAX_BYTES": str(common.journal_max_bytes),
             "RYZANSTEIN_LOG_FORMAT": "json",
+            **(SMALL_STORES if self.plan.store else {}),
             **self.plan.environment,
         }
         self._bus = await Bus.connect(common, "chaos")

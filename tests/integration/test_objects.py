@@ -1,6 +1,7 @@
 """Object stores on a real NATS: what has no room, what cannot be read, and a broker that does not answer."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from structlog.testing import capture_logs
 from shared.errors import BrokerUnavailable, StorageFull
 from shared.nats import objects
 from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from shared.nats.objects import CHUNK, MissingObject, Objects
+from shared.nats.streams import ensure_streams
+from tests.chaos.broker import Broker
 
 
 async def parts(*given: bytes) -> AsyncIterator[bytes]:
@@ -33,6 +37,21 @@ async def test_a_store_gets_what_room_there_is(bus: Bus) -> None:
     assert 1 << 20 <= room < 1 << 60
     await Objects(bus, "files", max_bytes=1 << 20).open()
     assert await store.capacity() == room
+
+
+async def test_a_store_leaves_room_for_those_after_it(tmp_path: Path) -> None:
+    """A broker that has set all of its room aside makes no stream more, and halves of a bound often come to just that:
+    gateways did not start."""
+    broker = Broker(tmp_path, quota=8 << 20)
+    await broker.up()
+    bus = await Bus.connect(broker.settings(journal_max_bytes=4 << 20), "test")
+    try:
+        await ensure_streams(bus)
+        await Objects(bus, "files", max_bytes=4 << 30).open()
+        await Bucket.open(bus, "batches", int)
+    finally:
+        await bus.close()
+        await broker.down()
 
 
 async def test_a_store_that_a_cluster_does_not_show_yet_is_waited_for(
