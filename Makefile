@@ -150,7 +150,7 @@ test-again-avx2: $(INSTALLED) ## What a level can change (AVX2_TESTS), as test-a
 .PHONY: compile
 compile: $(INSTALLED) ## Copy the project to build/compiled, with the modules that wheels have compiled
 	@mkdir -p $(COMPILED)/services/executor/native && find $(COMPILED) -name '*.py' -delete
-	@cp -pu services/executor/native/*.so $(COMPILED)/services/executor/native/ 2>/dev/null || true
+	@cp -pu services/executor/native/*.h services/executor/native/*.so $(COMPILED)/services/executor/native/ 2>/dev/null || true
 	@RYZANSTEIN_COMPILE=1 $(BIN)/python setup.py --quiet build --build-lib $(COMPILED) --build-temp build/temp.compiled \
 	  > build/compiled.log 2>&1 || { tail -50 build/compiled.log; exit 1; }
 	@cp -r benchmarks clients tests pyproject.toml $(COMPILED)/
