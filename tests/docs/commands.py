@@ -22,6 +22,7 @@ from tests.docs.pages import PACKAGES, ROOT
 _CODE = re.compile(r"^ *```.*?\n(.*?)^ *```$|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 _CONTINUED = re.compile(r"\\\n *")
 _REMARK = re.compile(r" # | {3,}(?!-)")  # what a line of a block says of its command
+_OPTION = re.compile(r"--[\w-]+")
 _VARIABLE = re.compile(r"\w+=.*")
 _TARGET = re.compile(r"^([\w/.-]+):", re.MULTILINE)
 
@@ -91,9 +92,8 @@ def _unknown_to_click(command: Any, words: Sequence[str]) -> list[str]:
 
 def _unknown_to_help(module: str, words: Sequence[str]) -> list[str]:
     options = _options(words)
-    subcommands = takewhile(lambda word: word.replace("-", "").islower() and word.isascii(), words)
-    named = tuple(word for word in subcommands if not word.startswith("-"))
-    return [option for option in options if option not in _help_of(module, *named)] if options else []
+    subcommands = tuple(takewhile(lambda word: word[:1] != "-" and word.replace("-", "").islower(), words))
+    return [option for option in options if option not in _options_of(module, *subcommands)] if options else []
 
 
 def _options(words: Sequence[str]) -> list[str]:
@@ -101,11 +101,11 @@ def _options(words: Sequence[str]) -> list[str]:
 
 
 @cache
-def _help_of(module: str, *subcommands: str) -> str:
-    """What a module of ours prints for --help."""
+def _options_of(module: str, *subcommands: str) -> set[str]:
+    """What a module of ours tells of for --help."""
     printed = io.StringIO()
     arguments = mock.patch.object(sys, "argv", [module, *subcommands, "--help"])
     with warnings.catch_warnings(), arguments, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         warnings.simplefilter("ignore", RuntimeWarning)  # of a module that is imported already
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return printed.getvalue()
+    return set(_OPTION.findall(printed.getvalue()))

@@ -36,7 +36,7 @@ def test_messages_and_comments_name_commands_that_there_are() -> None:
         ("```\nkubectl --namespace ryzanstein exec gateway-0 -- ryzanstein key list\n```", ["key"]),
         ("`make serve ARGS=--prot`", []),
         ("`make server`", ["server"]),
-        ("`python -m benchmarks.simulation --rings 3`", ["--rings"]),
+        ("`python -m benchmarks.simulation --group 3`", ["--group"]),
         ("`python -m benchmarks.simulation [--groups 3]`", []),
         ("`kubectl --namespace ryzanstein rollout status`", []),
     ],
