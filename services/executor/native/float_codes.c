@@ -5,7 +5,8 @@
 #include "quantized_layout.h"
 
 enum {
-    SPAN = RZ_FLOAT_SPAN,             /* columns that are unpacked together, and summed before they are scaled */
+    SPAN = RZ_FLOAT_SPAN,             /* columns that are summed before they are scaled */
+    MANY_SPANS = 8,                   /* that are unpacked together into the second cache, for AMX */
     PAIR = 2 * PANEL,                 /* values of a line, unpacked */
     FEW_ROWS = VECTORS >= 32 ? 8 : 1, /* that are multiplied as codes are unpacked */
     TURNS_OF_FEW = VECTORS < 32 ? 1 : TURNS == 2 ? 2 : 12, /* so often a group is, before it is worth unpacking it for tiles */
@@ -233,60 +234,134 @@ static const few_function FEW_TILES[WAYS][FEW_ROWS + 1] = {
 #pragma GCC pop_options
 #endif
 
-/* sums += part * the scales of the group of `column`. */
-RZ_INLINE void add_scaled(const rz_format *format, const places *at, long column, long rows, const float *part,
-                          float *sums)
+/* Columns that are summed before they are scaled. */
+RZ_INLINE long columns_together(const rz_format *format)
 {
-    const long group = format->group ? column / format->group : 0;
+    return format->group && format->group < SPAN ? format->group : SPAN;
+}
+
+/* Sums of rows that are not yet scaled; of tiles they are while the next ones are multiplied. */
+typedef struct {
+    long column, rows; /* rows 0: there are none */
+    const float *part;
+    float *sums;
+} waiting_part;
+
+/* sums += part * the scales of the group of `column`. */
+RZ_INLINE void add_scaled(const rz_format *format, const places *at, const waiting_part *of)
+{
+    const long group = format->group ? of->column / format->group : 0;
     const uint8_t *scales = group_at(at, at->scales, type_bytes(format->scale_type), group);
     for (int side = 0; side < PANEL; side += LANES) {
         const f32 scale = scales_at(scales, format->scale_type, side);
-        for (long i = side; i < rows * PANEL; i += PANEL)
-            f32_store(sums + i, f32_fma(f32_load(part + i), scale, f32_load(sums + i)));
+        for (long i = side; i < of->rows * PANEL; i += PANEL)
+            f32_store(of->sums + i, f32_fma(f32_load(of->part + i), scale, f32_load(of->sums + i)));
     }
 }
+
+/* Adds the products of rows with the columns [begin, last), unpacked. */
+static void multiply_unpacked(const rz_format *format, const places *at, const bf16 *weights, long begin, long last,
+                              const operand *x, long stride, long rows, float *sums)
+{
+    const long together = columns_together(format);
+    float parts[2][TILE_ROWS * PANEL];
+    waiting_part waiting = { 0 };
+    int turn = 0;
+    for (long row = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
+        const long here = (rows - row + tiles - 1) / tiles;
+        for (long first = begin; first < last; first += together, turn = !turn) {
+            const long end = first + together < last ? first + together : last;
+            rz_tile_operands((int)here, x + row * stride + first, stride, weights + (first - begin) * PANEL,
+                             (end - first) / 2, parts[turn], PANEL, 0, NULL);
+            add_scaled(format, at, &waiting);
+            waiting = (waiting_part){ first, here, parts[turn], sums + row * PANEL };
+        }
+        row += here;
+    }
+    add_scaled(format, at, &waiting);
+}
+
+#if defined(__AMX_BF16__)
+/* The same where a row has one scale: sums stay in their tiles, for scale_sums. */
+static void multiply_unscaled(const bf16 *weights, long begin, long last, const operand *x, long stride, long rows, float *sums)
+{
+    for (long row = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
+        const long here = (rows - row + tiles - 1) / tiles;
+        rz_tile_operands((int)here, x + row * stride + begin, stride, weights, (last - begin) / 2, sums + row * PANEL, PANEL,
+                         begin > 0, NULL);
+        row += here;
+    }
+}
+
+static void scale_sums(const rz_format *format, const places *at, long rows, float *sums)
+{
+    for (int side = 0; side < PANEL; side += LANES) {
+        const f32 scale = scales_at(at->scales, format->scale_type, side);
+        for (long i = side; i < rows * PANEL; i += PANEL)
+            f32_store(sums + i, f32_mul(f32_load(sums + i), scale));
+    }
+}
+
+/* Columns that are unpacked together: for several tiles of rows so many that these stay in their registers. */
+static void multiply_floats(const rz_format *format, const places *at, const operand *x, long stride, long rows, float *sums)
+{
+    const decoding by = decoding_of(format);
+    const long columns = format->columns, together = rows > TILE_ROWS && !format->group ? MANY_SPANS * SPAN : SPAN;
+    for (long begin = 0; begin < columns; begin += together) {
+        _Alignas(64) bf16 weights[MANY_SPANS * SPAN * PANEL];
+        const long end = begin + together < columns ? begin + together : columns;
+        unpack_span(way_of(format), &by, at, begin, end, weights);
+        if (format->group)
+            multiply_unpacked(format, at, weights, begin, end, x, stride, rows, sums);
+        else
+            multiply_unscaled(weights, begin, end, x, stride, rows, sums);
+    }
+    if (!format->group)
+        scale_sums(format, at, rows, sums);
+}
+#else
+/* Few rows multiply what was just unpacked. */
+static void multiply_as_unpacked(const rz_format *format, const places *at, const decoding *by, const operand *x, long stride,
+                                 long rows, float *sums)
+{
+    float part[FEW_ROWS * PANEL];
+    places again = *at;
+    again.ahead = 0;
+    const long columns = format->columns, together = columns_together(format);
+    for (long first = 0; first < columns; first += together) {
+        const long end = first + together < columns ? first + together : columns;
+        for (long row = 0, turns = (rows + FEW_ROWS - 1) / FEW_ROWS; turns; turns--) {
+            const long here = (rows - row + turns - 1) / turns;
+            FEW_TILES[way_of(format)][here](by, row ? &again : at, x + row * stride + first, stride, first, end, part);
+            add_scaled(format, at, &(waiting_part){ first, here, part, sums + row * PANEL });
+            row += here;
+        }
+    }
+}
+
+static void multiply_floats(const rz_format *format, const places *at, const operand *x, long stride, long rows, float *sums)
+{
+    const decoding by = decoding_of(format);
+    if (rows <= FEW_ROWS * TURNS_OF_FEW) {
+        multiply_as_unpacked(format, at, &by, x, stride, rows, sums);
+        return;
+    }
+    for (long begin = 0; begin < format->columns; begin += SPAN) {
+        _Alignas(64) bf16 weights[SPAN * PANEL];
+        const long end = begin + SPAN < format->columns ? begin + SPAN : format->columns;
+        unpack_span(way_of(format), &by, at, begin, end, weights);
+        multiply_unpacked(format, at, weights, begin, end, x, stride, rows, sums);
+    }
+}
+#endif
 
 void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const operand *x,
                           long stride, long rows, float *sums)
 {
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
-    const long columns = format->columns;
-    const long together = format->group && format->group < SPAN ? format->group : SPAN;
-    const decoding by = decoding_of(format);
-    float part[TILE_ROWS * PANEL];
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof *sums);
-#if !defined(__AMX_BF16__)
-    if (rows <= FEW_ROWS * TURNS_OF_FEW) {
-        places again = at;
-        again.ahead = 0;
-        for (long first = 0; first < columns; first += together) {
-            const long end = first + together < columns ? first + together : columns;
-            for (long row = 0, turns = (rows + FEW_ROWS - 1) / FEW_ROWS; turns; turns--) {
-                const long here = (rows - row + turns - 1) / turns;
-                FEW_TILES[way_of(format)][here](&by, row ? &again : &at, x + row * stride + first, stride, first, end, part);
-                add_scaled(format, &at, first, here, part, sums + row * PANEL);
-                row += here;
-            }
-        }
-        return;
-    }
-#endif
-    for (long begin = 0; begin < columns; begin += SPAN) {
-        _Alignas(64) bf16 span[SPAN * PANEL];
-        const long last = begin + SPAN < columns ? begin + SPAN : columns;
-        unpack_span(way_of(format), &by, &at, begin, last, span);
-        for (long row = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
-            const long here = (rows - row + tiles - 1) / tiles;
-            for (long first = begin; first < last; first += together) {
-                const long end = first + together < last ? first + together : last;
-                rz_tile_operands((int)here, x + row * stride + first, stride, span + (first - begin) * PANEL,
-                                 (end - first) / 2, part, PANEL, 0, NULL);
-                add_scaled(format, &at, first, here, part, sums + row * PANEL);
-            }
-            row += here;
-        }
-    }
+    multiply_floats(format, &at, x, stride, rows, sums);
 }
 
 void rz_float_codes_span(const rz_format *format, const uint8_t *panel, long first, long end, const long *lanes,

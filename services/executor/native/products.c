@@ -238,7 +238,7 @@ static long rows_of_task(const rz_decoder *decoder, const segment *part)
 {
     const rz_linear *linear = part->linear;
     const rz_format *format = &linear->format;
-    const long rows = part->job->rows, row_bytes = linear->inputs * (format->bits ? 1 : (long)sizeof(bf16));
+    const long rows = part->job->rows, row_bytes = linear->inputs * (rz_rounds(linear) ? 1 : (long)sizeof(bf16));
     long most = format->bits ? rz_most_together(format) : MOST_ROWS_OF_TASK;
     most = least(most, CACHE_OF_TASK / row_bytes);
     if (part->added || rows <= ROWS_OF_TASK || most <= ROWS_OF_TASK) /* adapters' rows are in pieces of that many */
