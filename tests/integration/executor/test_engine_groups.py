@@ -269,6 +269,7 @@ def write_adapter(directory: Path) -> None:
     save_file(dict(zip(names, factors, strict=True)), directory / "adapter_model.safetensors")
 
 
+@pytest.mark.slow  # a process that imports PyTorch reads the adapter
 async def test_an_adapter_is_read_fetched_and_told_to_the_engine(
     start: Start, bus: Bus, tmp_path: Path, reader: Reader
 ) -> None:

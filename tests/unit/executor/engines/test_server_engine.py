@@ -359,7 +359,8 @@ async def test_a_server_that_cannot_be_used_is_refused(
         await engine.stop()
 
 
-async def test_nobody_there_is_told() -> None:
+async def test_nobody_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.executor.engines.server.engine.REACH_SECONDS", 0.5)
     async with ScriptedServer("vllm") as server:
         pass
     engine = make_server_engine("vllm", server.url, None, VOCAB, 32, 4)
