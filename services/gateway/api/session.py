@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from services.gateway.api.backend import GatewayBackend
-from services.gateway.core.errors import ClientGone, InvalidParameter, log_failure
+from services.gateway.core.errors import ClientGone, InvalidField, log_failure
 from services.gateway.intake.record import Context
 from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import DeadlineExceeded, QueueFull
@@ -30,7 +30,7 @@ class GenerationCancelled(Exception):
     """The client cancelled this generation."""
 
 
-class InvalidSessionMessage(InvalidParameter):
+class InvalidSessionMessage(InvalidField):
     """A message that does not fit the state of the generation it names, which goes on."""
 
 
@@ -126,7 +126,7 @@ class Session(Generic[MessageT]):
     def begin(self, name: str, message: MessageT) -> None:
         """Raises `InvalidParameter`, `QueueFull`."""
         if name in self._turns:
-            raise InvalidSessionMessage.at(
+            raise InvalidSessionMessage(
                 "id", f"'{name}' is the id of a generation that has not ended; choose another.", reason="duplicate_id"
             )
         if len(self._turns) >= self._backend.settings.max_generations_per_socket:
@@ -140,7 +140,7 @@ class Session(Generic[MessageT]):
     def cancel(self, name: str) -> None:
         """Raises `InvalidSessionMessage`."""
         if name not in self._turns:
-            raise InvalidSessionMessage.at("id", f"no generation '{name}' is under way.", reason="unknown_id")
+            raise InvalidSessionMessage("id", f"no generation '{name}' is under way.", reason="unknown_id")
         self._turns[name].end(GenerationCancelled())
 
     def end(self, reason: BaseException) -> None:
@@ -196,5 +196,5 @@ class Session(Generic[MessageT]):
 def check_name(name: str, param: str = "id") -> str:
     """Raises `InvalidParameter`."""
     if not 1 <= len(name) <= 64:
-        raise InvalidParameter.at(param, "expected 1 to 64 characters.")
+        raise InvalidField(param, "expected 1 to 64 characters.")
     return name

@@ -45,7 +45,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from services.gateway.api.backend import GatewayBackend, RouteMaker
 from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
 from services.gateway.core.asgi import StreamChunk, header, message_writer
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe, missing, status_of
+from services.gateway.core.errors import ClientGone, InvalidField, InvalidParameter, describe, missing, status_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_background, check_flag, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
@@ -183,14 +183,14 @@ class WebSocketSession(Session[ClientMessage]):
             after=after,
         )
         if after is not None and not context.key:
-            raise InvalidParameter.at(
+            raise InvalidField(
                 "position",
                 "a new generation has none; attach to resume one, or send its idempotency_key.",
                 reason="invalid_position",
             )
         intake = self._backend.parts.intake
         if not intake.serves(message.endpoint):
-            raise InvalidParameter.at("endpoint", f"{message.endpoint!r} is not served here.")
+            raise InvalidField("endpoint", f"{message.endpoint!r} is not served here.")
         return await intake.prepare(message.endpoint, message.request, context, always_streamed=True)
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -121,10 +121,12 @@ class InvalidParameter(InvalidRequest):
         self.reason = reason
         self.problems = problems  # everything that is wrong, where more than one thing is told
 
-    @classmethod
-    def at(cls, param: str, wrong: str, *, reason: str = "invalid_value") -> Self:
-        """`wrong`: what is, as the end of the sentence."""
-        return cls(f"Invalid '{param}': {wrong}", param=param, reason=reason)
+
+class InvalidField(InvalidParameter):
+    """The same, said of one field; `wrong`: what is, as the end of the sentence."""
+
+    def __init__(self, param: str, wrong: str, *, reason: str = "invalid_value") -> None:
+        super().__init__(f"Invalid '{param}': {wrong}", param=param, reason=reason)
 
 
 @contextlib.contextmanager
@@ -307,11 +309,11 @@ def above(name: str, given: Collection[object], limit: Limit) -> InvalidParamete
             f"{kind} too long. Expected {article} {kind} with maximum length {most}, but got {article} {kind} with "
             f"length {got}"
         )
-    return InvalidParameter.at(name, f"{what} instead ({limit.cited()}).", reason=reason)
+    return InvalidField(name, f"{what} instead ({limit.cited()}).", reason=reason)
 
 
 def empty_array(name: str) -> InvalidParameter:
-    return InvalidParameter.at(
+    return InvalidField(
         name,
         "empty array. Expected an array with minimum length 1, but got an empty array instead.",
         reason="empty_array",
@@ -332,7 +334,7 @@ def out_of_range(
     kind = "integer" if whole else "decimal"
     side, code = ("above maximum", "above_max") if sign.startswith("<") else ("below minimum", "below_min")
     cited = f" ({limit.cited()})" if limit and sign == "<=" else ""
-    return InvalidParameter.at(
+    return InvalidField(
         name,
         f"{kind} {side} value. Expected a value {sign} {bound}, but got {value} instead{cited}.",
         reason=f"{kind}_{code}_value",

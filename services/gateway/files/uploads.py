@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import InvalidField, RouteError
 from services.gateway.files.files import UPLOAD_TIME, Files
 from shared.errors import PayloadTooLarge
 from shared.limits import UPLOAD
@@ -78,14 +78,14 @@ class Uploads:
         upload, found = entry.value, [await self._part(part, upload_id, tenant) for part in parts]
         size = sum(part.bytes for part in found)
         if size != upload.expected:
-            raise InvalidParameter.at(
+            raise InvalidField(
                 "part_ids",
                 f"these parts have {size:,} bytes, and the upload was to have {upload.expected:,}; name all of them.",
             )
         digest = hashlib.md5(usedforsecurity=False)
         async with self._files.receive(tenant, upload.filename, self._joined(found, digest.update), size) as file:
             if md5 and digest.hexdigest() != md5.lower():
-                raise InvalidParameter.at("md5", f"the parts have the checksum {digest.hexdigest()}.")
+                raise InvalidField("md5", f"the parts have the checksum {digest.hexdigest()}.")
             now = time.time()
             expires = now + upload.expires_after if upload.expires_after else 0.0
             named = msgspec.structs.replace(file, purpose=upload.purpose, created_at=now, expires_at=expires)
@@ -114,7 +114,7 @@ class Uploads:
         name = FILE + part_id.removeprefix(PART)
         entry = await self._files.unfinished(name, tenant) if part_id.startswith(PART) else None
         if entry is None or entry.value.upload != upload_id:
-            raise InvalidParameter.at("part_ids", f"'{part_id[:64]}' is no part of this upload.")
+            raise InvalidField("part_ids", f"'{part_id[:64]}' is no part of this upload.")
         return entry.value
 
     async def _joined(self, parts: Sequence[FileRecord], seen: Callable[[bytes], None]) -> AsyncGenerator[bytes, None]:

@@ -11,7 +11,7 @@ import structlog
 
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.catalog import Resolved
-from services.gateway.core.errors import InvalidParameter, check_range, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, check_range, unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import EXACT_HEADER
@@ -416,7 +416,7 @@ def fitting(
     """A prompt as far as it is read, and the output tokens that it may have."""
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     if not prompt:
-        raise InvalidParameter.at(param, "it resulted in no token; send at least one character.", reason="empty_prompt")
+        raise InvalidField(param, "it resulted in no token; send at least one character.", reason="empty_prompt")
     most = settings.prompt_limit
     if request.truncate_prompt_tokens is not None:
         prompt = truncated(request, card, prompt)

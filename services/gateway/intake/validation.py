@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, check_range, empty_array, missing, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, check_range, empty_array, missing, unsupported
 from services.gateway.intake.rules import OneOf, Rule
 from services.gateway.intake.schemas import (
     IS_TEXT,
@@ -125,7 +125,7 @@ def _check_generation(request: GenerationFields) -> list[str]:
 def check_truncation(count: int | None) -> None:
     """Raises `InvalidParameter` where `truncate_prompt_tokens` leaves nothing."""
     if count == 0:
-        raise InvalidParameter.at(
+        raise InvalidField(
             "truncate_prompt_tokens",
             "integer below minimum value. Expected a value of at least 1, or of -1 for what the context has room for.",
             reason="integer_below_min_value",
@@ -167,7 +167,7 @@ def _check_sizes(messages: Sequence[Message]) -> None:
 def too_many(what: str, count: int, limit: limits.Limit) -> InvalidParameter:
     """Of all messages together."""
     wrong = f"they have {count} {what}; join some, or send fewer ({limit.cited()})."
-    return InvalidParameter.at("messages", wrong, reason="array_above_max_length")
+    return InvalidField("messages", wrong, reason="array_above_max_length")
 
 
 def _check_part(path: str, part: ContentPart) -> None:
@@ -248,7 +248,7 @@ def check_type(path: str, given: Tool | ToolCall, what: str) -> None:
 def _check_call(path: str, call: ToolCall) -> None:
     check_type(path, call, "call")
     if not call.id:
-        raise InvalidParameter.at(f"{path}.id", "empty string.", reason="empty_string")
+        raise InvalidField(f"{path}.id", "empty string.", reason="empty_string")
 
 
 # --- completions ---------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def check_task(card: ModelCard, task: str) -> None:
     others = " and ".join(_DOES[other] for other in card.tasks if other in _DOES)
     does = f"it {others}; " if others else ""
     wrong = f"{card.model} {_REFUSED[task]}; {does}choose a model that does."
-    raise InvalidParameter.at("model", wrong, reason="unsupported_task")
+    raise InvalidField("model", wrong, reason="unsupported_task")
 
 
 # --- sizes ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import structlog
 
-from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError
+from services.gateway.core.errors import InvalidField, QuotaExceeded, RouteError
 from services.gateway.persistence.budget import ByteBudget, beside_loop
 from services.gateway.persistence.items import StoredItem, joined, size_of, split
 from services.gateway.persistence.store import deflated, inflated
@@ -225,7 +225,7 @@ def turns_behind(
             rest = [(other, 0) for other in ordered[number + 1 :]]
             begin = ids.index(after) + 1
             return rest if begin == len(ids) else [(turn, begin), *rest]
-    raise InvalidParameter.at("after", f"no item '{after[:64]}' is in this conversation.")
+    raise InvalidField("after", f"no item '{after[:64]}' is in this conversation.")
 
 
 def unknown_item(item_id: str) -> RouteError:

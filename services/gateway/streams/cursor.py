@@ -15,7 +15,7 @@ A request with several choices has a position for each, in order: `4,6,0`.
 import re
 from collections.abc import Sequence
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidField
 
 END_OF_TEXT = 1
 END_OF_CHOICE = 2  # positions behind the last token
@@ -31,7 +31,7 @@ def show(positions: Sequence[int]) -> bytes:
 def parse(given: str, param: str = "Last-Event-ID") -> list[int]:
     """The positions in an event id. Raises `InvalidParameter`."""
     if len(given) > 2048 or not _POSITIONS.fullmatch(given):
-        raise InvalidParameter.at(
+        raise InvalidField(
             param,
             "expected the id of an event of this generation, such as 12, or 12,7 with two choices.",
             reason="invalid_position",
@@ -42,7 +42,7 @@ def parse(given: str, param: str = "Last-Event-ID") -> list[int]:
 def check(positions: Sequence[int], limits: Sequence[int], param: str = "Last-Event-ID") -> None:
     """Raises `InvalidParameter` unless there is a position for each choice, within its `limits` in tokens."""
     if len(positions) != len(limits):
-        raise InvalidParameter.at(
+        raise InvalidField(
             param,
             f"it has {len(positions)} positions and the generation {len(limits)} choices; "
             "send the id of one of its events.",
@@ -50,7 +50,7 @@ def check(positions: Sequence[int], limits: Sequence[int], param: str = "Last-Ev
         )
     for position, limit in zip(positions, limits, strict=True):
         if position > limit + END_OF_CHOICE:
-            raise InvalidParameter.at(
+            raise InvalidField(
                 param,
                 f"position {position} is beyond the end of the generation, "
                 f"which has at most {limit} tokens; send the id of one of its events.",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidField
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.lifecycle.request_tracker import RequestTracker
@@ -87,7 +87,7 @@ class NumberedReader(StreamReader):
     def _check_known(self) -> None:
         """Once the last event is known: a position behind it is one of another answer. Raises `InvalidParameter`."""
         if self._known >= (count := self._events.count):
-            raise InvalidParameter.at(
+            raise InvalidField(
                 self.resumed_by,
                 f"event {self._known} is beyond the end of the answer, which has "
                 f"{count} events; send the number of one of them.",

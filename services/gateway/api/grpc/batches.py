@@ -9,7 +9,7 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.inference import Answer, unary
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate, Batches
-from services.gateway.core.errors import InvalidParameter, RouteError, check_range, convert, missing
+from services.gateway.core.errors import InvalidField, RouteError, check_range, convert, missing
 from services.gateway.core.pagination import MOST, USUAL
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchJob
@@ -56,7 +56,7 @@ class _BatchMethods:
                 call.principal.tenant, given.page_token or None, size
             )
         except RouteError:
-            raise InvalidParameter.at(
+            raise InvalidField(
                 "page_token",
                 "it is not the next_page_token of a page of your batches; leave it out for the first page.",
             ) from None

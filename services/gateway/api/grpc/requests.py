@@ -10,7 +10,7 @@ from google.protobuf.message import Message as Protobuf
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.tools import calls_of, choice_of, format_of, object_in, tools_of
-from services.gateway.core.errors import InvalidParameter, convert, missing
+from services.gateway.core.errors import InvalidField, InvalidParameter, convert, missing
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 
@@ -101,7 +101,7 @@ def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
     fields = {descriptor.name: value for descriptor, value in choice.ListFields()}
     off = fields.pop("off", False)
     if off and fields:
-        raise InvalidParameter.at(
+        raise InvalidField(
             "sparse_attention.off", f"it cannot be combined with '{next(iter(fields))}'; leave out one of the two."
         )
     if "share" in fields:
@@ -150,7 +150,7 @@ def _check_number(name: str, value: Any) -> None:
     """JSON has no NaN, so the checks that follow do not look for it."""
     numbers = value.values() if name == "logit_bias" else (value,)
     if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-        raise InvalidParameter.at(name, "it is not a number; leave it out for the default.")
+        raise InvalidField(name, "it is not a number; leave it out for the default.")
 
 
 def _delivery(output: pb.OutputOptions) -> dict[str, Any]:

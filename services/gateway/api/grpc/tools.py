@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.core.errors import InvalidParameter, missing
+from services.gateway.core.errors import InvalidField, InvalidParameter, missing
 
 Fields = dict[str, Any]
 _object = msgspec.json.Decoder(Fields)
@@ -18,7 +18,7 @@ def object_in(text: str, name: str, wanted: str = "a JSON Schema") -> dict[str, 
         return _object.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidParameter.at(
+        raise InvalidField(
             name, f"it is not a JSON object ({why}); send {wanted} as JSON text.", reason="invalid_json"
         ) from None
 

@@ -14,7 +14,7 @@ from services.gateway.api.backend import Handler, RequestContext, routes_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header, send_parts
-from services.gateway.core.errors import InvalidParameter, RouteError, describe
+from services.gateway.core.errors import InvalidField, InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.training.objects import checkpoint_object, job_object
@@ -281,7 +281,7 @@ def _position(given: str | None) -> int:
     if not given:
         return 0
     if not (given.isascii() and given.isdigit() and len(given) <= POSITION):
-        raise InvalidParameter.at("Last-Event-ID", f"'{given[:64]}' is no id of an event of this stream.")
+        raise InvalidField("Last-Event-ID", f"'{given[:64]}' is no id of an event of this stream.")
     return int(given)
 
 

@@ -16,7 +16,7 @@ from services.gateway.batches.lines import Checker
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header, send_parts
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import InvalidField, RouteError
 from services.gateway.core.pagination import NeighbourQuery, neighbours
 from services.gateway.dialects.anthropic.errors import MESSAGES
 from services.gateway.dialects.anthropic.messages import EXAMPLE, message_operation
@@ -181,7 +181,7 @@ async def _checked(ask: RequestContext, given: _RawCreate, most: int) -> bytes:
             place = f"requests[{index}].{(error.param or 'params').replace('body', 'params', 1)}"
             if error.code == UnknownModel.code:
                 raise UnknownModel(f"Invalid '{place}': {error.message}", param=place)
-            raise InvalidParameter.at(place, error.message, reason=error.code)
+            raise InvalidField(place, error.message, reason=error.code)
         lines.append(line)
         if len(lines) % AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, convert, missing, renamed, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, convert, missing, renamed, unsupported
 from services.gateway.dialects.anthropic.schemas import (
     AnthropicTool,
     AnthropicToolChoice,
@@ -170,7 +170,7 @@ def _blocks(index: int, message: MessageParam) -> list[Placed]:
         kind = str(block.__struct_config__.tag)
         if (whose := _ROLES.get(kind, message.role)) != message.role:
             why = f"a {kind} block belongs in a message with the role '{whose}', not '{message.role}'."
-            raise InvalidParameter.at(place, why)
+            raise InvalidField(place, why)
     return placed
 
 
@@ -179,7 +179,7 @@ def _assistant(blocks: Sequence[Placed], calls: dict[str, str]) -> list[dict[str
     for path, block in blocks:
         if isinstance(block, ToolUseBlock):
             if calls.setdefault(block.id, path) != path:
-                raise InvalidParameter.at(f"{path}.id", f"'{block.id[:64]}' is the id of another tool_use already.")
+                raise InvalidField(f"{path}.id", f"'{block.id[:64]}' is the id of another tool_use already.")
             made.append(_call(block))
     texts = [block.text for _, block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for _, block in blocks if isinstance(block, ThinkingBlock)]
@@ -211,7 +211,7 @@ def _other(role: str, blocks: Sequence[Placed], calls: dict[str, str]) -> list[d
 def _result(path: str, block: ToolResultBlock, calls: dict[str, str]) -> dict[str, Any]:
     """An error is told in words: templates have no other way."""
     if calls.pop(block.tool_use_id, None) is None:
-        raise InvalidParameter.at(
+        raise InvalidField(
             f"{path}.tool_use_id",
             f"there is no tool_use with the id '{block.tool_use_id[:64]}' in the assistant's turn before, or it has a "
             "tool_result already; send each call with one result behind it.",
@@ -241,7 +241,7 @@ def _text(path: str, block: Block) -> str:
 
 def _unanswered(calls: dict[str, str]) -> InvalidParameter:
     identity, path = next(iter(calls.items()))
-    return InvalidParameter.at(
+    return InvalidField(
         path,
         f"the tool_use '{identity[:64]}' has no tool_result in the user's message after it; send one for each "
         "tool_use, or leave both out.",

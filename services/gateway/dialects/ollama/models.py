@@ -14,7 +14,7 @@ import msgspec
 
 from services.gateway.api.backend import Handler, RequestContext, routes_of
 from services.gateway.api.models.routes import MANAGING
-from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
 from services.gateway.dialects.ollama import shapes
 from services.gateway.dialects.ollama.downloads import pull, send_progress
@@ -236,7 +236,7 @@ async def _creation(
         yield Progress("writing manifest")
         return
     if len(adapters) > 1:
-        raise InvalidParameter.at(
+        raise InvalidField(
             "adapters", f"there are {len(adapters)}, and a model has one adapter; create a model for each."
         )
     (source,) = adapters.values()

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError, renamed
+from services.gateway.core.errors import InvalidField, RouteError, renamed
 from services.gateway.dialects.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -171,7 +171,7 @@ def _answered(index: int, message: OllamaMessage, open_calls: list[tuple[str, st
             del open_calls[at]
             return identity
     called = message.tool_call_id or message.tool_name or "any function"
-    raise InvalidParameter.at(
+    raise InvalidField(
         f"messages[{index}]",
         f"a result of {called[:64]!r} needs a call before it that has no result yet; send "
         "the assistant's message with its tool_calls too.",

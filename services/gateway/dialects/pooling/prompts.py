@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidField, InvalidParameter
 from services.gateway.dialects.pooling.schemas import ClassifyRequest, Pairs, RerankRequest, Scored, check_characters
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest, check_length, cut_tokens, inputs_of, prompts_of
 from services.gateway.intake.validation import check_task, check_text
@@ -204,7 +204,7 @@ class _Maker:
 
     def _no_instruction(self, why: str) -> InvalidParameter:
         shown = why.format(self._card.model)
-        return InvalidParameter.at("instruction", f"{shown}; leave it out.", reason="unsupported_parameter")
+        return InvalidField("instruction", f"{shown}; leave it out.", reason="unsupported_parameter")
 
     @property
     def _cuts(self) -> bool:
@@ -235,11 +235,9 @@ class _Maker:
         """`left`: tokens of the document."""
         name = self._pairs.named(index)
         if self._cut_to and left < 1:
-            raise InvalidParameter.at(
-                "truncate_prompt_tokens", f"{self._cut_to} leave no room for '{name}' behind its query."
-            )
+            raise InvalidField("truncate_prompt_tokens", f"{self._cut_to} leave no room for '{name}' behind its query.")
         check_length(name, tokens, self._card, self._prompt_limit, f"'{name}' with its query")
 
 
 def _unfit(card: ModelCard, why: str) -> InvalidParameter:
-    return InvalidParameter.at("model", f"{card.model} {why}.", reason="unsupported_task")
+    return InvalidField("model", f"{card.model} {why}.", reason="unsupported_task")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, check_range
+from services.gateway.core.errors import InvalidField, check_range
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, equal, neutral
 from services.gateway.intake.schemas import Count, LastTokens, ModelName, PositiveCount, Priority, User
@@ -156,7 +156,7 @@ def check_characters(pairs: Pairs, characters: int) -> None:
     """Raises `InvalidParameter` where the prompts of all pairs together have too many `characters`."""
     most = limits.SCORED_CHARACTERS
     if characters > most.value:
-        raise InvalidParameter.at(
+        raise InvalidField(
             pairs.document_field,
             f"with the query, the instruction and the model's template around each "
             f"of them they have {characters:,} characters; send fewer at a time ({most.cited()}).",
@@ -174,7 +174,7 @@ def _scored(request: ScoreRequest) -> Pairs:
     given = (getattr(request, name) for name in names)
     queries, documents = ([one] if isinstance(one, str) else one for one in given)
     if len(queries) not in (1, len(documents)):
-        raise InvalidParameter.at(
+        raise InvalidField(
             names[0],
             f"{len(queries)} texts cannot be paired with {len(documents)}; send one, or as many as in '{names[1]}'.",
         )

@@ -14,7 +14,7 @@ from services.gateway.api.backend import RequestContext, routes_of
 from services.gateway.api.generating import completions, context_of, positions_of, reading, stream
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, Operation
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidField, InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, shown_raw
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.endpoint import compacted
@@ -84,9 +84,7 @@ def page_of(items: Sequence[StoredItem], wanted: ItemsQuery, budget: ByteBudget)
     if wanted.after:
         ids = [item.id for item in ordered]
         if wanted.after not in ids:
-            raise InvalidParameter.at(
-                "after", f"no item '{wanted.after[:64]}' is among the input items of this response."
-            )
+            raise InvalidField("after", f"no item '{wanted.after[:64]}' is among the input items of this response.")
         ordered = ordered[ids.index(wanted.after) + 1 :]
     data: list[StoredItem] = []
     for item in ordered[: wanted.limit]:

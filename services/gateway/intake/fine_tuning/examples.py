@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, renamed, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, renamed, unsupported
 from services.gateway.intake import validation
 from services.gateway.intake.fine_tuning.schemas import ConversationLine, PreferenceLine, TextLine, line_of
 from services.gateway.intake.prompts.chat import plan_of
@@ -39,9 +39,9 @@ def _pair(line: PreferenceLine) -> list[Text]:
     outputs = (("preferred_output", line.preferred_output), ("non_preferred_output", line.non_preferred_output))
     for name, output in outputs:
         if len(output) != 1 or output[0].role != "assistant":
-            raise InvalidParameter.at(name, "expected one message with role 'assistant', the answer to 'input'.")
+            raise InvalidField(name, "expected one message with role 'assistant', the answer to 'input'.")
     if line.preferred_output == line.non_preferred_output:
-        raise InvalidParameter.at(
+        raise InvalidField(
             "non_preferred_output", "it is the same as 'preferred_output', so there is nothing to prefer."
         )
     for index, message in enumerate([*line.input.messages, *(output[0] for _, output in outputs)]):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, missing, too_deep, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, missing, too_deep, unsupported
 from services.gateway.intake.prompts.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,
@@ -118,7 +118,7 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
         place = f"tools[{index}].custom" if isinstance(function, CustomFunction) else path.format(index)
         if function.name in seen:
             first = path.format(seen[function.name])
-            raise InvalidParameter.at(
+            raise InvalidField(
                 f"{place}.name",
                 f"'{function.name}' is the name of '{first}' already; use a different name for each function.",
             )

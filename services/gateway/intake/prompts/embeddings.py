@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from services.gateway.core.errors import InvalidParameter, check_range, check_size
+from services.gateway.core.errors import InvalidField, check_range, check_size
 from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.rules import OneOf, Ruled, Rules
@@ -70,7 +70,7 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not given:
-        raise InvalidParameter.at("input", "it is an empty array; send at least one input.", reason="empty_array")
+        raise InvalidField("input", "it is an empty array; send at least one input.", reason="empty_array")
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]]
     check_size("input", given, limits.EMBEDDING_INPUTS)
@@ -80,7 +80,7 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
         if all(isinstance(item, kind) for item in given):
             return [item for item in given if not isinstance(item, int)]
     wrong = "it mixes strings, token ids and lists of them; send one kind."
-    raise InvalidParameter.at("input", wrong, reason="invalid_type")
+    raise InvalidField("input", wrong, reason="invalid_type")
 
 
 def chat_of(request: EmbeddingRequest) -> ChatCompletionRequest:
@@ -112,7 +112,7 @@ def _check_matryoshka(dimensions: int, card: ModelCard) -> None:
         return
     rest = "and for no others; leave it out" if not lengths else f"or {', '.join(map(str, lengths))}"
     wrong = f"{card.model} was trained for vectors of {card.embedding_size} numbers {rest}."
-    raise InvalidParameter.at("dimensions", wrong, reason="unsupported_value")
+    raise InvalidField("dimensions", wrong, reason="unsupported_value")
 
 
 async def prompts_of(
@@ -147,9 +147,7 @@ async def prompts_of(
             tokens = one
         tokens = cut(tokens)
         if not tokens:
-            raise InvalidParameter.at(
-                name, "it resulted in no token; send at least one character.", reason="empty_prompt"
-            )
+            raise InvalidField(name, "it resulted in no token; send at least one character.", reason="empty_prompt")
         check_length(name, tokens, card, prompt_limit)
         prompts.append(tokens)
     return prompts
@@ -191,7 +189,7 @@ def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
         return ""
     if name not in card.prompts:
         known = f"it has {', '.join(card.prompts)}" if card.prompts else "it has none"
-        raise InvalidParameter.at("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out.")
+        raise InvalidField("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out.")
     return card.prompts[name]
 
 

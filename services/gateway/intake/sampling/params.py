@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.core.errors import InvalidField, unsupported
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, ContentPart, GenerationFields
 from services.gateway.lifecycle.request_state import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def sampling_params(
 def _check_allowed(request: GenerationFields, allowed: list[int], card: ModelCard) -> None:
     check_token_ids("allowed_token_ids", allowed, card.vocab_size)
     if request.min_tokens and not set(allowed) - set(stop_token_ids(request, card)):
-        raise InvalidParameter.at(
+        raise InvalidField(
             "allowed_token_ids",
             "all of them end the text, which min_tokens forbids; allow others too, or leave min_tokens out.",
         )
@@ -69,7 +69,7 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises `InvalidParameter` when one of `ids` is no token of the model."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidParameter.at(
+        raise InvalidField(
             name,
             f"the token id {wrong} is not within 0 and {vocab_size - 1}, the vocabulary of the model.",
             reason="invalid_token_id",
@@ -115,7 +115,7 @@ async def bad_words(request: GenerationFields, tokenizer: Tokenizer) -> list[lis
     words = [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
     if (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
         wrong = f"a word has {longest} tokens; send shorter ones ({limits.BAD_WORD_TOKENS.cited()})."
-        raise InvalidParameter.at("bad_words", wrong, reason="string_above_max_length")
+        raise InvalidField("bad_words", wrong, reason="string_above_max_length")
     return words
 
 

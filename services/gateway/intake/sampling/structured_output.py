@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, convert, missing, too_deep, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, convert, missing, too_deep, unsupported
 from services.gateway.intake.prompts.chat import ChatPlan
 from services.gateway.intake.schemas import (
     GUIDED,
@@ -93,7 +93,7 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> RequestedGra
     if not given:
         return None
     if len(given) > 1:
-        raise InvalidParameter.at(given[1], f"'{given[0]}' already sets the answer's form; send one of the two.")
+        raise InvalidField(given[1], f"'{given[0]}' already sets the answer's form; send one of the two.")
     if request.min_tokens:
         raise unsupported("min_tokens", where=f"with '{given[0]}', which says where the text may end")
     [name] = given
@@ -160,7 +160,7 @@ def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Requested
         del fields["json_object"]
     if len(fields) != 1:
         names = ", ".join(f"'{name}'" for name in value.__struct_fields__)
-        raise InvalidParameter.at(param, f"expected exactly one of {names}, but got {len(fields)}.")
+        raise InvalidField(param, f"expected exactly one of {names}, but got {len(fields)}.")
     [(kind, item)] = fields.items()
     if kind == "structural_tag":
         param = f"{param}.{kind}"
@@ -180,7 +180,7 @@ def _object_in(text: str, param: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         wrong = "it is not a JSON object; send one, or its text."
-        raise InvalidParameter.at(param, wrong, reason="invalid_json") from None
+        raise InvalidField(param, wrong, reason="invalid_json") from None
 
 
 def _of_kind(kind: str, value: Any, param: str) -> RequestedGrammar:
@@ -203,7 +203,7 @@ def _checked_choices(choices: list[str], param: str) -> list[str]:
         wrong = (
             f"the texts have {size} characters together; send fewer or shorter ones ({limits.GRAMMAR_BYTES.cited()})."
         )
-        raise InvalidParameter.at(param, wrong, reason="string_above_max_length")
+        raise InvalidField(param, wrong, reason="string_above_max_length")
     if not all(choices):
         raise _empty(param)
     return choices
@@ -219,7 +219,7 @@ def _check_size(size: int, param: str, subject: str, told: str = "it has {} byte
 
 
 def _empty(param: str) -> InvalidParameter:
-    return InvalidParameter.at(param, "empty string. Expected at least one character.", reason="empty_string")
+    return InvalidField(param, "empty string. Expected at least one character.", reason="empty_string")
 
 
 # --- with tools and reasoning ---------------------------------------------------------------------
@@ -374,7 +374,7 @@ class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _read(given: Mapping[str, Any], param: str) -> Format:
     """What is wrong is told by its place in the request."""
     if too_deep(given):
-        raise InvalidParameter.at(param, f"it is nested too deeply ({limits.NESTING.cited()}).")
+        raise InvalidField(param, f"it is nested too deeply ({limits.NESTING.cited()}).")
     fields = {name: value for name, value in given.items() if name != "type" and value is not None}
     kind, names = _Older if "structures" in fields else Tags, param.split(".")
     for name in reversed(names):
@@ -400,7 +400,7 @@ class _Maker:
 
     def __init__(self, param: str, *, closes: bool) -> None:
         self.rules = Rules()
-        self._wrong = partial(InvalidParameter.at, param)
+        self._wrong = partial(InvalidField, param)
         self._closes = closes
         self._numbers = count()
 

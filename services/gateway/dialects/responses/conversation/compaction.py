@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidField
 from services.gateway.dialects.responses.stream.items import CompactionContent, Item, compaction_item
 from services.gateway.intake.schemas import ChatCompletionRequest
 from shared import limits
@@ -50,7 +50,7 @@ def summary_of(item: Item, path: str) -> str:
     try:
         return _decoder.decode(base64.b64decode(item["encrypted_content"], validate=True)).summary
     except (binascii.Error, ValueError, msgspec.DecodeError):
-        raise InvalidParameter.at(
+        raise InvalidField(
             f"{path}.encrypted_content",
             "it was not made by this server's /v1/responses/compact; send the items that it stands for.",
         ) from None
@@ -78,7 +78,7 @@ def is_wanted(items: Sequence[Item]) -> bool:
     """Whether they end with a trigger. Raises `InvalidParameter` where there is nothing before it."""
     wanted = bool(items) and items[-1]["type"] == TRIGGER
     if wanted and len(items) == 1:
-        raise InvalidParameter.at("input", f"there is nothing before the '{TRIGGER}' that could be summarized.")
+        raise InvalidField("input", f"there is nothing before the '{TRIGGER}' that could be summarized.")
     return wanted
 
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import InvalidField, InvalidParameter, RouteError
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.conversation.items import Reference, identity_in
 from services.gateway.dialects.responses.stream.items import Item
@@ -94,7 +94,7 @@ class History:
         room, cited = _room(context_length, budget.items)
         while identity:
             if len(turns) >= limits.RESPONSE_CHAIN.value:
-                raise InvalidParameter.at(
+                raise InvalidField(
                     "previous_response_id",
                     "the conversation has too many responses; begin a new one with "
                     f"its items as 'input' ({limits.RESPONSE_CHAIN.cited()}).",
@@ -112,7 +112,7 @@ class History:
                 )
             turn = await self._lookup.turn(found)
             if not turn.is_over:
-                raise InvalidParameter.at(
+                raise InvalidField(
                     "previous_response_id",
                     f"the response '{turn.id}' is {turn.status}; wait until it has ended, or cancel it.",
                     reason="response_not_ended",
@@ -170,7 +170,7 @@ def _identities(ids: Iterable[str], param: str) -> list[str]:
     """The responses to whose items `ids` belong. Raises `InvalidParameter` where there are too many."""
     identities = [*dict.fromkeys(identity for one in ids if (identity := identity_in(one)))]
     if len(identities) > limits.RESPONSE_CHAIN.value:
-        raise InvalidParameter.at(
+        raise InvalidField(
             param,
             f"its references are to items of {len(identities):,} responses; send the items "
             f"themselves, or use 'previous_response_id' ({limits.RESPONSE_CHAIN.cited()}).",

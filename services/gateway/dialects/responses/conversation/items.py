@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, empty_array, missing, unsupported
+from services.gateway.core.errors import InvalidField, InvalidParameter, empty_array, missing, unsupported
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.schemas import (
     AnyItem,
@@ -69,7 +69,7 @@ def read_input(given: str | Sequence[msgspec.Raw], identity: str, param: str = "
     for index, item in enumerate(items):
         last = param == "input" and index == len(items) - 1
         if not last and isinstance(item, dict) and item["type"] == compaction.TRIGGER:
-            raise InvalidParameter.at(
+            raise InvalidField(
                 f"{param}[{index}].type", f"a '{compaction.TRIGGER}' must be the last item of a response's 'input'."
             )
     return items
