@@ -54,7 +54,7 @@ from shared.messages import (
 )
 from shared.messages.records import GenerationRecord, GenerationRecords
 from shared.nats.bus import Bus, encode
-from shared.nats.client import Client
+from shared.nats.client import NatsClient
 from shared.service.logs import configure_logging
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def request(number: int, *, prompt: int, output: int) -> GenerationRequest:
 
 def shared_frames(generations: int, frames: int) -> int:
     """Calls of a gateway that takes frames apart in which each of its generations has a token."""
-    bus = Bus(Client(), CommonSettings())  # never connected: nothing here is said to anybody
+    bus = Bus(NatsClient(), CommonSettings())  # never connected: nothing here is said to anybody
     rings = Catalog(bus, ModelRegistry(bus), AdapterRegistry(bus, 0.0), on_card=lambda card: None)
     life = Generations(bus, "gateway-0", GatewaySettings(), GatewayMetrics(CollectorRegistry()), rings)
     limits = GenerationLimits(5, 600.0, 5.0, 0.0)

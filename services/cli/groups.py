@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from services.cli.other_names import Group
+from services.cli.other_names import AliasedCommands
 from services.cli.serve import packages_of
 from shared.process import VERSION
 
@@ -60,7 +60,7 @@ class _Commands(UserDict[str, Any]):
 def command_line(groups: Sequence[CommandGroup]) -> typer.Typer:
     """The command `ryzanstein` with these groups."""
 
-    class Root(Group):
+    class Root(AliasedCommands):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self.commands = _Commands(groups)

@@ -31,7 +31,7 @@ COMMANDS: Final = {
 MODELS: Final = {"delete": _REMOVE, "download": _PULL, "gc": _REMOVE, "quantize": _CONVERT, "rm": _REMOVE}
 
 
-class Group(TyperGroup):
+class AliasedCommands(TyperGroup):
     """Commands; `others` are names that other programs have for some."""
 
     others: dict[str, str] = COMMANDS
@@ -43,5 +43,5 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class ModelsGroup(Group):
+class ModelsGroup(AliasedCommands):
     others = MODELS

@@ -27,7 +27,7 @@ from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import RunDependencies as IntakeParts
-from services.gateway.intake.sampling.grammars import Grammars
+from services.gateway.intake.sampling.grammars import GrammarChecker
 from services.gateway.job_kinds import JobKind
 from services.gateway.jobs.runtime import JobResources
 from services.gateway.lifecycle.failover import GatewayFailover
@@ -97,7 +97,7 @@ class Container:
         lookup = ResponseLookup(store, keeper, answers, runs)
         self._api_keys = KeyWatch(bus, backend.authenticator)
         self.limiter = Limiter(bus, instance, settings)
-        self._grammars = Grammars()
+        self._grammars = GrammarChecker()
         files = self._files = Files(bus, settings)
         processor = InputProcessor(
             IntakeParts(settings, answers, metrics, presentations),

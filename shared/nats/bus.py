@@ -31,7 +31,7 @@ from nats.js.errors import APIError, NoStreamResponseError
 
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, LinkLost, NobodyThere, PayloadTooLarge
-from shared.nats.client import Client, PlainServer, TlsClient
+from shared.nats.client import NatsClient, PlainServer, TlsClient
 from shared.nats.errors import (
     BROKER_ERRORS,
     ConnectionBroke,
@@ -85,7 +85,7 @@ class AnswerTimeout:
 class Requester:
     """Requests on one connection. Each answer is waited for by itself; any number may be under way."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: NatsClient) -> None:
         """Made by `open`."""
         self._client = client
         self._inbox = client.new_inbox()
@@ -93,7 +93,7 @@ class Requester:
         self._number = 0
 
     @classmethod
-    async def open(cls, client: Client) -> "Requester":
+    async def open(cls, client: NatsClient) -> "Requester":
         """On a connection that stands: nats-py renews the subscription with it. Raises `nats.errors.Error`."""
         requester = cls(client)
         await client.subscribe(f"{requester._inbox}.*", cb=requester._on_answer)
@@ -222,7 +222,7 @@ class Subscribed:
 class Bus:
     """One connection to NATS. Built by `connect`, closed by `close`."""
 
-    def __init__(self, client: Client, settings: CommonSettings) -> None:
+    def __init__(self, client: NatsClient, settings: CommonSettings) -> None:
         self._client = client
         self.settings = settings
         self._gap_callbacks: list[tuple[Subscription | None, Callable[[], object]]] = []
@@ -244,7 +244,7 @@ class Bus:
         """
         urls = server_urls(settings.nats_url)
         tls = _tls_of(settings, urls)
-        bus = cls(TlsClient() if tls else Client(), settings)
+        bus = cls(TlsClient() if tls else NatsClient(), settings)
         try:
             async with asyncio.timeout(settings.nats_connect_timeout):
                 await bus._connect(urls, name, tls)
@@ -330,7 +330,7 @@ class Bus:
         return [wanted] if self.settings.nats_replicas or wanted == 1 else [wanted, 1]
 
     @property
-    def client(self) -> Client:
+    def client(self) -> NatsClient:
         """The nats-py client, for what this class has no word for."""
         return self._client
 

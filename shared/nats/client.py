@@ -7,7 +7,7 @@ import nats.aio.client
 import nats.errors
 
 
-class Client(nats.aio.client.Client):
+class NatsClient(nats.aio.client.Client):
     """A NATS client whose connection a late answer does not end.
 
     A flush that nobody waits for any more, cancelled or over its time, stays among nats-py's questions: the answer to
@@ -20,7 +20,7 @@ class Client(nats.aio.client.Client):
         await super()._process_pong()
 
 
-class TlsClient(Client):
+class TlsClient(NatsClient):
     """A NATS client that says nothing, its password least of all, to a server that offers no TLS.
 
     nats-py encrypts where the server says so; whoever sits between could say that it does not.

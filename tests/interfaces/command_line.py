@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from services.cli.commands.doctor.check import Report as DoctorReport
+from services.cli.commands.doctor.check import DoctorReport
 from services.cli.commands.fine_tune.command import Checkpoint, Event, Job
 from services.cli.commands.keys import KeyStatus
 from services.cli.commands.models.disk import DiskUse

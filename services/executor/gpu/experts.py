@@ -15,7 +15,7 @@ from torch import Tensor
 from services.executor.gpu.adapters import DecoderAdapters
 from services.executor.gpu.attention import processors_of
 from services.executor.gpu.kernels import elementwise, experts, low_rank
-from services.executor.gpu.kernels.experts import Routed, Rule, arrivals_of
+from services.executor.gpu.kernels.experts import Routed, RoutingRule, arrivals_of
 from services.executor.gpu.kernels.grouped import PackedRows
 from services.executor.gpu.quantized_matmul import in_order
 from services.executor.model.lowered_experts import RouterConfig, Routing, expert_weights, release_experts
@@ -135,6 +135,6 @@ class StackedProduct:
         return experts.multiply_stacked(x, codes, scales, routed, outputs, self._arrivals, splits)
 
 
-def rule_of(choice: RouterConfig) -> Rule:
+def rule_of(choice: RouterConfig) -> RoutingRule:
     numbers = (choice.groups, choice.top_groups, choice.scale)
-    return Rule(choice.chosen, choice.scores == "sigmoid", choice.normalised, *numbers)
+    return RoutingRule(choice.chosen, choice.scores == "sigmoid", choice.normalised, *numbers)

@@ -24,7 +24,7 @@ MOST = 100  # generations that are shown; there may be thousands
 DIGEST = 8  # hexadecimal digits of an id's digest: enough to find one's own
 
 
-class Group(msgspec.Struct, frozen=True):
+class ClusterGroup(msgspec.Struct, frozen=True):
     """A ring, as the health monitor knows it."""
 
     group: str
@@ -66,7 +66,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     now: float  # Unix seconds, by the gateway's clock
     gateway: str
     models: list[str]
-    groups: list[Group]
+    groups: list[ClusterGroup]
     services: list[ServiceInstance]
     generations: list[RunningGeneration]  # the newest of the tenant that asks which this gateway looks after
     generations_total: int  # all of these
@@ -111,14 +111,14 @@ class Cluster:
             self._asked_at = time.monotonic()
 
 
-def groups_of(records: Iterable[GroupRecord]) -> list[Group]:
+def groups_of(records: Iterable[GroupRecord]) -> list[ClusterGroup]:
     """By name. Pure."""
     return [_group(record) for record in sorted(records, key=lambda one: one.group)]
 
 
-def _group(record: GroupRecord) -> Group:
+def _group(record: GroupRecord) -> ClusterGroup:
     load = record.load
-    return Group(
+    return ClusterGroup(
         group=record.group,
         model=record.model,
         state=record.state,

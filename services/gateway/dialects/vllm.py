@@ -60,7 +60,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     tokens: list[TokenId]
 
 
-class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OptionalModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: (
         Annotated[str, Meta(description="The model's name; it may be left out where one model alone is served.")] | None
     ) = None
@@ -107,7 +107,7 @@ TOKENIZER_INFO = tuple(
         name,
         "The configuration of a model's tokenizer, as in vLLM.",
         response=TokenizerInfo,
-        query=ModelQuery,
+        query=OptionalModelQuery,
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
@@ -151,7 +151,7 @@ async def detokenize(ask: RequestContext) -> Detokenized:
 
 async def tokenizer_info(ask: RequestContext) -> bytes:
     intake = await ask.counted()
-    _, tokenizer = await intake.processor.speaker(ask.query(ModelQuery).model, ask.tenant)
+    _, tokenizer = await intake.processor.speaker(ask.query(OptionalModelQuery).model, ask.tenant)
     return tokenizer.info
 
 

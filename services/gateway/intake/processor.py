@@ -32,7 +32,7 @@ from services.gateway.intake.record import (
     tell_exact,
     text_run,
 )
-from services.gateway.intake.sampling.grammars import Grammars
+from services.gateway.intake.sampling.grammars import GrammarChecker
 from services.gateway.intake.sampling.params import bad_words, check_token_ids, predicted
 from services.gateway.intake.sampling.structured_output import closes_objects, demanded, schemas_of, wanted_by
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -76,7 +76,7 @@ class InputProcessor:
         catalog: Catalog,
         cold_starts: ColdStarts,
         tokenizers: TokenizerStore,
-        grammars: Grammars,
+        grammars: GrammarChecker,
         limiter: Limiter,
         files: Files,
         stored: StoredTurns,

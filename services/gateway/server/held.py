@@ -23,7 +23,7 @@ LOOK = 1.0  # seconds between two looks at all connections
 K = TypeVar("K")
 
 
-class Client(Protocol):
+class HeldConnection(Protocol):
     """A connection."""
 
     @property
@@ -113,7 +113,7 @@ class HeldWatch:
         for key in excess(arriving, self._arriving):
             self._let_go(key, "incomplete", arriving[key], limits.ARRIVING.cited(self._arriving))
 
-    def _let_go(self, key: tuple[str, Client], reason: str, size: int, cited: str) -> None:
+    def _let_go(self, key: tuple[str, HeldConnection], reason: str, size: int, cited: str) -> None:
         port, client = key
         log.warning("connection_closed_for_bytes", port=port, reason=reason, bytes=size, limit=cited)
         self._door.refused(port, reason)

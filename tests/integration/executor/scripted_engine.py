@@ -31,9 +31,9 @@ def token_at(seed: int, position: int, adapter: str = "") -> int:
 
 class Engine:
     def __init__(self, script: dict[str, Any], directory: Path, writer: asyncio.StreamWriter) -> None:
-        from ryzanstein_vllm.worker import Delta, Failed, Step, send
+        from ryzanstein_vllm.worker import Delta, FailedMessage, StepMessage, send
 
-        self._delta, self._failed, self._step, self._send = Delta, Failed, Step, send
+        self._delta, self._failed, self._step, self._send = Delta, FailedMessage, StepMessage, send
         self._script, self._directory, self._writer = script, directory, writer
         self.live: dict[str, Any] = {}
         self._steps = self._tokens = 0
@@ -92,17 +92,17 @@ def main(script: Path, fd: int) -> None:
 
 
 async def serve(told: dict[str, Any], directory: Path, fd: int) -> None:
-    from ryzanstein_vllm.worker import Abort, Failed, Generate, Ready, Start, receive, send
+    from ryzanstein_vllm.worker import Abort, FailedMessage, Generate, ReadyMessage, Start, receive, send
 
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     start = msgspec.msgpack.decode(await receive(reader), type=Start)
     (directory / "arguments").write_text("\n".join(start.arguments))
     if sentence := told.get("refuses"):
-        send(writer, Failed(sentence))
+        send(writer, FailedMessage(sentence))
         await writer.drain()
         return
     facts = {"adapters": told.get("adapters", 0), "unsupported": told.get("unsupported", [])}
-    send(writer, Ready("Scripted 1.0", 258, 512, told.get("places", 8), 4096, exact=True, **facts))
+    send(writer, ReadyMessage("Scripted 1.0", 258, 512, told.get("places", 8), 4096, exact=True, **facts))
     engine = Engine(told, directory, writer)
     running = asyncio.create_task(engine.run())
     running.add_done_callback(lambda done: writer.close())  # a fault of the script is the engine's end

@@ -24,7 +24,7 @@ class Check(msgspec.Struct, frozen=True):
     advice: str = ""  # what to do, one sentence; empty where nothing is to be done
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     """The shape of `ryzanstein doctor --json`; scripts rely on it."""
 
     version: str
@@ -37,12 +37,12 @@ class Report(msgspec.Struct, frozen=True):
         return any(check.state == "error" for check in self.checks)
 
 
-def report_of(checks: Sequence[Check]) -> Report:
+def report_of(checks: Sequence[Check]) -> DoctorReport:
     """`checks` with what an issue report asks for beside them."""
-    return Report(VERSION, platform.python_version(), platform.platform(), list(checks))
+    return DoctorReport(VERSION, platform.python_version(), platform.platform(), list(checks))
 
 
-def show(report: Report, screen: Console) -> None:
+def show(report: DoctorReport, screen: Console) -> None:
     """A row for each check, and below them what to do, the most urgent first."""
     say(screen, f"ryzanstein {report.version}, Python {report.python} ({sys.executable}), {report.platform}\n")
     print_columns(screen, [("check", "state", "found"), *((one.name, one.state, one.found) for one in report.checks)])

@@ -1,6 +1,6 @@
 """HTTP with the server: what is sent to prove who we are, and how much of an answer is read.
 
-ask    ─▶ Answer(status, body)     small, each within PROBE_TIMEOUT
+ask    ─▶ ServerAnswer(status, body)     small, each within PROBE_TIMEOUT
 stream ─▶ events                   of one generation, until it ends or is closed
 """
 
@@ -34,7 +34,7 @@ class ServerFault(Exception):
     """The server has answered what it must not: why, as the end of a sentence about it."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ServerAnswer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
 
@@ -55,12 +55,12 @@ class ServerClient:
             limits=httpx.Limits(max_connections=places + PROBES_AT_ONCE, keepalive_expiry=KEEP_ALIVE),
         )
 
-    async def ask(self, path: str, body: Any = None) -> Answer:
+    async def ask(self, path: str, body: Any = None) -> ServerAnswer:
         """GET, or POST where there is a body."""
         content = None if body is None else msgspec.json.encode(body)
         method = "GET" if body is None else "POST"
         async with self._http.stream(method, path, content=content, headers=_JSON) as response:
-            return Answer(response.status_code, await _bounded(response, ANSWER_BYTES, whole=response.is_success))
+            return ServerAnswer(response.status_code, await _bounded(response, ANSWER_BYTES, whole=response.is_success))
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any) -> AsyncIterator[httpx.Response]:
@@ -72,21 +72,21 @@ class ServerClient:
         ) as response:
             yield response
 
-    async def error(self, response: httpx.Response) -> Answer:
+    async def error(self, response: httpx.Response) -> ServerAnswer:
         """The response of a stream that is none."""
-        return Answer(response.status_code, await _bounded(response, ERROR_BYTES, whole=False))
+        return ServerAnswer(response.status_code, await _bounded(response, ERROR_BYTES, whole=False))
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    def refuse_unauthorized(self, answer: Answer) -> None:
+    def refuse_unauthorized(self, answer: ServerAnswer) -> None:
         if answer.status in (401, 403):
             how = "refuses the credentials" if self._secret else "asks for credentials"
             raise ConfigurationError(
                 f"{self.name} {how} ({answer.status}): put its API key into the file that engine_credentials names"
             )
 
-    def sentence(self, said: Answer | str) -> str:
+    def sentence(self, said: ServerAnswer | str) -> str:
         """What an error says, on one line and without what only the server and we may know."""
         text = re.sub(r"\s+", " ", said if isinstance(said, str) else _message(said.body)).strip().rstrip(".")
         if self._secret:

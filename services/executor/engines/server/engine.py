@@ -1,6 +1,6 @@
 """An engine behind a URL: a request for each generation, and a watch over who answers.
 
-    submit ─▶ waits for one of `places` ─▶ Generation ══ HTTP ══▶ server
+    submit ─▶ waits for one of `places` ─▶ ServerGeneration ══ HTTP ══▶ server
     next  ◀── deltas of all that have some, and steps ◀── events, Watch
     abort ──▶ closes the connection
 
@@ -18,9 +18,9 @@ import structlog
 from services.executor.core.settings import ExecutorSettings
 from services.executor.engines.base import EngineFacts, EngineRequest, EngineStep, ServingEngine
 from services.executor.engines.server.client import ServerClient, ServerFault
-from services.executor.engines.server.dialects.base import Dialect, Identity
+from services.executor.engines.server.dialects.base import Identity, ServerDialect
 from services.executor.engines.server.dialects.catalog import DIALECTS
-from services.executor.engines.server.generation import Generation
+from services.executor.engines.server.generation import ServerGeneration
 from services.executor.engines.server.watch import Watch
 from services.executor.model.tokenizer_files import read_json
 from shared.errors import ConfigurationError, RingLost, Unavailable, reason_of
@@ -58,7 +58,7 @@ def make_server_engine(
 
 class ServerEngine:
     def __init__(
-        self, dialect: Dialect, client: ServerClient, vocab_size: int, context_length: int, max_sequences: int
+        self, dialect: ServerDialect, client: ServerClient, vocab_size: int, context_length: int, max_sequences: int
     ) -> None:
         self._dialect = dialect
         self._client = client
@@ -70,7 +70,7 @@ class ServerEngine:
         self._tasks = TaskSet("engine_task_failed")
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._running = 0
-        self._news: dict[str, Generation] = {}  # those that have something to take, in their order
+        self._news: dict[str, ServerGeneration] = {}  # those that have something to take, in their order
         self._wake = asyncio.Event()
         self._steps = 0
         self._told_steps = 0
@@ -110,7 +110,7 @@ class ServerEngine:
 
     def submit(self, request: EngineRequest) -> None:
         assert request.id not in self._serving, "ids are of one submission"
-        generation = Generation(request, self._client, self._dialect, self._vocab_size, self._has_news)
+        generation = ServerGeneration(request, self._client, self._dialect, self._vocab_size, self._has_news)
         if request.max_tokens == 0:  # servers generate one at least
             generation.end("length", "")
             return
@@ -149,7 +149,7 @@ class ServerEngine:
             self._watch.stop()
         await self._client.close()
 
-    async def _serve(self, generation: Generation) -> None:
+    async def _serve(self, generation: ServerGeneration) -> None:
         async with self._places:
             self._running += 1
             try:
@@ -164,7 +164,7 @@ class ServerEngine:
             finally:
                 self._running -= 1
 
-    async def _ask(self, generation: Generation) -> None:
+    async def _ask(self, generation: ServerGeneration) -> None:
         """Where the server is gone all of its requests are lost, and none is told as failed."""
         assert self._watch is not None, "requests come after the start"
         for last in (False, True):
@@ -191,7 +191,7 @@ class ServerEngine:
         if self._serving.get(request_id) is task:
             del self._serving[request_id]
 
-    def _has_news(self, generation: Generation) -> None:
+    def _has_news(self, generation: ServerGeneration) -> None:
         self._news[generation.request.id] = generation
         self._steps += 1
         self._wake.set()

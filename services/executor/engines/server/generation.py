@@ -13,7 +13,7 @@ import msgspec
 
 from services.executor.engines.base import EngineDelta, EngineRequest
 from services.executor.engines.server.client import ServerClient, ServerFault, events
-from services.executor.engines.server.dialects.base import Dialect, Piece
+from services.executor.engines.server.dialects.base import ServerDialect, ServerEvent
 from shared.errors import reason_of
 from shared.messages import TokenLogprobs
 
@@ -25,14 +25,14 @@ EVENT_BYTES = 256 << 10  # of one event
 EVENT_BYTES_PER_TOKEN = 64
 
 
-class Generation:
+class ServerGeneration:
     def __init__(
         self,
         request: EngineRequest,
         client: ServerClient,
-        dialect: Dialect,
+        dialect: ServerDialect,
         vocab_size: int,
-        on_news: Callable[["Generation"], None],
+        on_news: Callable[["ServerGeneration"], None],
     ) -> None:
         self.request = request
         self.answered = False  # whether the server has said anything
@@ -91,7 +91,7 @@ class Generation:
             self._error, self._code = f"{self._client.name} failed to generate: {error}", code
         self._on_news(self)
 
-    async def _accept(self, piece: Piece) -> bool:
+    async def _accept(self, piece: ServerEvent) -> bool:
         """Whether that was the last of it, so that the connection is closed and not read to its end."""
         if piece.error:
             self.end("", self._client.sentence(piece.error), piece.code)
@@ -115,7 +115,7 @@ class Generation:
             await self._room.wait()
         return False
 
-    def _checked(self, piece: Piece) -> list[int]:
+    def _checked(self, piece: ServerEvent) -> list[int]:
         """Its tokens, until one that ends the answer."""
         tokens = piece.tokens
         if len(tokens) > TOKENS_GATHERED:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import httpx
 
 from services.executor.engines.server.client import ServerClient, ServerFault
-from services.executor.engines.server.dialects.base import Dialect, Identity
+from services.executor.engines.server.dialects.base import Identity, ServerDialect
 from shared.errors import ConfigurationError, RingLost, Unavailable, reason_of
 
 HEALTH_SECONDS = 1.0
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 class Watch:
     def __init__(
-        self, client: ServerClient, dialect: Dialect, identity: Identity, on_progress: Callable[[float], None]
+        self, client: ServerClient, dialect: ServerDialect, identity: Identity, on_progress: Callable[[float], None]
     ) -> None:
         self._client = client
         self._dialect = dialect

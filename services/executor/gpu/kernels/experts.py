@@ -233,7 +233,7 @@ MOST_TILE = 64  # pairs of a tile
 _AT_ONCE = 1024  # pairs that a program sorts at a time
 
 
-class Rule(NamedTuple):
+class RoutingRule(NamedTuple):
     """How experts are chosen: see `model.lowering.RouterConfig`."""
 
     chosen: int  # of a row
@@ -254,7 +254,9 @@ class Routed(NamedTuple):
     rows: int  # of a tile, at most
 
 
-def route(logits: Tensor, correction: Tensor | None, slots: Tensor, count: int, rule: Rule, rows: int = 0) -> Routed:
+def route(
+    logits: Tensor, correction: Tensor | None, slots: Tensor, count: int, rule: RoutingRule, rows: int = 0
+) -> Routed:
     """Of `logits` float32 [T, count or more], T at least one. `rows`: of a tile; 0: by how many pairs an expert has."""
     tokens, most = len(logits), rule.chosen
     chosen = torch.empty((tokens, most), dtype=torch.int32, device=logits.device)

@@ -35,7 +35,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
     computed_by: str
 
 
-class ModelFacts(msgspec.Struct, frozen=True):
+class InspectedModel(msgspec.Struct, frozen=True):
     """All of them, with sums."""
 
     architecture: str
@@ -53,7 +53,7 @@ class ConfigurationVerdict(msgspec.Struct, frozen=True):
     """What a configuration alone tells."""
 
     architecture: str  # "": config.json cannot be read as one
-    refused: str = ""  # as `ModelFacts.refused`
+    refused: str = ""  # as `InspectedModel.refused`
 
 
 def verdict_on(directory: Path) -> ConfigurationVerdict:
@@ -74,7 +74,7 @@ def _refusal(config: Any) -> str:
     return ""
 
 
-def inspect(path: Path) -> ModelFacts:
+def inspect(path: Path) -> InspectedModel:
     """What `path`, a .gguf file or a model directory, holds. Raises `ModelLoadError`."""
     refused, heads = "", PredictionHeads()
     if path.is_dir() and (links := linked_gguf(path)):
@@ -92,7 +92,7 @@ def inspect(path: Path) -> ModelFacts:
     size = sum(tensor.bytes for tensor in tensors)
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     bits = 8 * size / max(1, parameters)
-    return ModelFacts(architecture, tensors, size, parameters, bits, refused, heads)
+    return InspectedModel(architecture, tensors, size, parameters, bits, refused, heads)
 
 
 def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:

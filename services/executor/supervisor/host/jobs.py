@@ -33,7 +33,7 @@ class HostModels(Protocol):
         ...
 
 
-class HostJobs(Protocol):
+class HostJobRunner(Protocol):
     """All jobs of one kind on a host."""
 
     @property
@@ -64,6 +64,6 @@ class HostJobs(Protocol):
 
 
 class HostJobKind(NamedTuple):
-    make: Callable[[ExecutorSettings, GroupHost, HostMemory, HostModels], HostJobs]
+    make: Callable[[ExecutorSettings, GroupHost, HostMemory, HostModels], HostJobRunner]
     # Its section of the executor's settings: `make` takes it out of those (`section_of`).
     settings: type[CommonSettings]

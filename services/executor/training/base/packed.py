@@ -24,7 +24,7 @@ from services.executor.model.lowering import CannotLower
 from services.executor.model.model_facts import ModelFacts, facts_of
 from services.executor.model.quantizing import codec_of
 from services.executor.native.library import choose_level, load_library
-from services.executor.training.base.weights import FrozenWeight, PackedOutputs, PackedWeight
+from services.executor.training.base.weights import FrozenWeight, PackedBaseWeight, PackedOutputs
 from shared.process import give_back
 
 log = structlog.get_logger(__name__)
@@ -72,10 +72,10 @@ def packed_weights(
     made: dict[str, FrozenWeight] = {}
     for name, parts in pieces.items():
         parts.sort(key=lambda part: part.begin)
-        made[name] = PackedWeight(library, parts, parts[0].linear.inputs, pool, threads)
+        made[name] = PackedBaseWeight(library, parts, parts[0].linear.inputs, pool, threads)
     for name, whole in ((head, packed.head), (embedding, packed.embedding)):
         parts = [*_end_to_end(whole)]
-        made[name] = PackedWeight(library, parts, whole.inputs, pool, threads)
+        made[name] = PackedBaseWeight(library, parts, whole.inputs, pool, threads)
     return made
 
 

@@ -81,7 +81,7 @@ class PackedOutputs:
     step: int
 
 
-class PackedWeight:
+class PackedBaseWeight:
     """What is packed for the native kernels, unpacked by them."""
 
     def __init__(self, library: Any, parts: Sequence[PackedOutputs], inputs: int, pool: Executor, threads: int) -> None:

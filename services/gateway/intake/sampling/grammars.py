@@ -34,7 +34,7 @@ class _Job(NamedTuple):
     verdict: asyncio.Future[GrammarVerdict]
 
 
-class Grammars:
+class GrammarChecker:
     """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered. Tenants take
     turns."""
 

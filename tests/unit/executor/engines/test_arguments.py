@@ -183,8 +183,8 @@ def test_a_servers_settings_go_together(changes: dict[str, Any], reason: str) ->
 SAMPLING = SamplingParams(0.5, 3, 0.9, 0.1, 7, 1.1, 0.2, 0.3, {5: -1.0}, 2, 4, [1, 2], [[3, 4]])
 REQUEST = base.EngineRequest("a/0/1", [1, 2, 3], 2, 9, SAMPLING, [1], Grammar("regex", "a*"), 3, "salt")
 DELTA = worker.Delta("a/0/1", [5, 6], "error", [(-0.5, [(5, -0.5)]), (-1.0, [])], 3, "Why.", "invalid_request", b"x")
-STEP = worker.Step(7, [DELTA, worker.Delta("b")], 2, 1, 0.5)
-READY = worker.Ready("vLLM 1", 10, 20, 3, 40, "fp32", exact=True, unsupported=["grammar"])
+STEP = worker.StepMessage(7, [DELTA, worker.Delta("b")], 2, 1, 0.5)
+READY = worker.ReadyMessage("vLLM 1", 10, 20, 3, 40, "fp32", exact=True, unsupported=["grammar"])
 
 
 def names(struct: type[msgspec.Struct]) -> list[tuple[str, str]]:
@@ -197,9 +197,9 @@ def names(struct: type[msgspec.Struct]) -> list[tuple[str, str]]:
         (base.EngineRequest, worker.Generate),
         (base.EngineAbort, worker.Abort),
         (base.EngineDelta, worker.Delta),
-        (base.EngineStep, worker.Step),
-        (base.EngineFacts, worker.Ready),
-        (base.EngineFailed, worker.Failed),
+        (base.EngineStep, worker.StepMessage),
+        (base.EngineFacts, worker.ReadyMessage),
+        (base.EngineFailed, worker.FailedMessage),
     ],
 )
 def test_both_sides_have_the_same_fields(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> None:
@@ -227,7 +227,7 @@ def test_a_leader_reads_what_a_worker_tells() -> None:
     assert found == base.EngineStep(7, [delta, base.EngineDelta("b")], 2, 1, 0.5)
     ready = msgspec.msgpack.decode(encode(READY), type=base.EngineFacts)
     assert encode(ready) == encode(READY)
-    failed = msgspec.msgpack.decode(encode(worker.Failed("Why.")), type=base.EngineFacts | base.EngineFailed)
+    failed = msgspec.msgpack.decode(encode(worker.FailedMessage("Why.")), type=base.EngineFacts | base.EngineFailed)
     assert failed == base.EngineFailed("Why.")
 
 

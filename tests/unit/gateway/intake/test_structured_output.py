@@ -12,7 +12,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.sampling import grammars as compiling
 from services.gateway.intake.sampling import structured_output
-from services.gateway.intake.sampling.grammars import Grammars
+from services.gateway.intake.sampling.grammars import GrammarChecker
 from services.gateway.intake.sampling.structured_output import grammar_of_choices, grammar_of_schema, wanted_by
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.validation import check_chat
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str, re
 
 @pytest.mark.parametrize("schema", [{"const": 2**53 + 1}, {"properties": {"a": {"enum": ["b", [-(2**60)]]}}}])
 async def test_a_number_that_would_be_rounded_is_refused(schema: dict[str, Any]) -> None:
-    grammars = Grammars()
+    grammars = GrammarChecker()
     try:
         with pytest.raises(InvalidParameter, match="beyond 2\\^53"):
             await grammars.of(chat(response_format=named(schema=schema)))
@@ -179,7 +179,7 @@ async def test_a_number_that_would_be_rounded_is_refused(schema: dict[str, Any])
 
 
 async def test_a_grammar_is_compiled_once_and_its_reason_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars()
+    grammars = GrammarChecker()
     asked: list[Grammar] = []
     check = grammars._check.check
     monkeypatch.setattr(grammars._check, "check", lambda grammar: (asked.append(grammar), check(grammar))[1])
@@ -201,7 +201,7 @@ async def test_a_grammar_is_compiled_once_and_its_reason_remembered(monkeypatch:
 
 
 async def test_gbnf_goes_to_the_ring_as_lark() -> None:
-    grammars = Grammars()
+    grammars = GrammarChecker()
     try:
         found = await grammars.of(chat(guided_grammar='root ::= "a" | "b"'))
         assert found.kind == "lark"
@@ -213,7 +213,7 @@ async def test_gbnf_goes_to_the_ring_as_lark() -> None:
 async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     none = msgspec.structs.replace(limits.GRAMMARS_WAITING, value=0)
     monkeypatch.setattr(compiling, "GRAMMARS_WAITING", none)
-    grammars = Grammars()
+    grammars = GrammarChecker()
     try:
         with pytest.raises(QueueFull, match="wait to be compiled"):
             await grammars.of(chat(guided_regex="a"))
@@ -222,7 +222,7 @@ async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_gateway_that_stops_does_not_wait_for_a_compiler() -> None:
-    grammars = Grammars()
+    grammars = GrammarChecker()
     patterns = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}x"} for n in range(18)]
     asking = asyncio.create_task(grammars.of(chat(guided_json={"allOf": patterns})))
     await until(lambda: grammars._check._process is not None)

@@ -2,7 +2,7 @@
 
 start ─────▶ identify ─▶ Identity        who answers: compared ever after
              examine  ─▶ EngineFacts     what it can do, found out by asking it
-submit ────▶ path, body ─▶ the request   ─▶ Reader(event) ─▶ Piece     tokens, ending
+submit ────▶ path, body ─▶ the request   ─▶ Reader(event) ─▶ ServerEvent     tokens, ending
 each second  progress ─▶ Progress        whether it computes, also while no token comes
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from services.executor.engines.base import EngineFacts, EngineRequest
-from services.executor.engines.server.client import Answer, ServerClient, ServerFault
+from services.executor.engines.server.client import ServerAnswer, ServerClient, ServerFault
 from shared.errors import ConfigurationError, ModelLoadError, Unavailable
 from shared.messages import TokenLogprobs
 
@@ -45,7 +45,7 @@ class Identity(msgspec.Struct, frozen=True):
         return f"{self.server} with {self.model}" + (f" ({', '.join(of)})" if of else "")
 
 
-class Piece(msgspec.Struct):
+class ServerEvent(msgspec.Struct):
     """What one event says."""
 
     tokens: list[int] = []
@@ -56,15 +56,15 @@ class Piece(msgspec.Struct):
     code: str = "internal_error"
 
 
-class Failure(msgspec.Struct):
+class ServerFailure(msgspec.Struct):
     """An error, in the form that OpenAI gave it. It comes as an event where the stream has begun already."""
 
     message: str = ""
     code: int | str | None = None
 
-    def piece(self) -> Piece:
+    def piece(self) -> ServerEvent:
         refused = isinstance(self.code, int) and 400 <= self.code < 500
-        return Piece(error=f"it says: {self.message}", code="invalid_request" if refused else "internal_error")
+        return ServerEvent(error=f"it says: {self.message}", code="invalid_request" if refused else "internal_error")
 
 
 class Candidate(msgspec.Struct):
@@ -80,7 +80,7 @@ class ModelMeta(msgspec.Struct):
     n_vocab: int = 0
 
 
-class Model(msgspec.Struct):
+class ServerModel(msgspec.Struct):
     """What all kinds tell at /v1/models, each a part of it."""
 
     id: str = ""
@@ -90,15 +90,15 @@ class Model(msgspec.Struct):
     meta: ModelMeta | None = None
 
 
-class Models(msgspec.Struct):
-    data: list[Model]
+class ServerModels(msgspec.Struct):
+    data: list[ServerModel]
 
 
 # Reads the events of one stream. Raises `msgspec.MsgspecError` or `ServerFault` where they make no sense.
-Reader = Callable[[bytes], Piece]
+Reader = Callable[[bytes], ServerEvent]
 
 
-class Dialect(Protocol):
+class ServerDialect(Protocol):
     @property
     def path(self) -> str:
         """Where requests go to; known after `examine`."""
@@ -120,7 +120,7 @@ class Dialect(Protocol):
     async def progress(self) -> Progress: ...
 
 
-def decoded(client: ServerClient, answer: Answer, kind: type[T], server: str, path: str) -> T:
+def decoded(client: ServerClient, answer: ServerAnswer, kind: type[T], server: str, path: str) -> T:
     """The answer as what `server` would have said."""
     _expect_ready(client, answer)
     try:
@@ -134,9 +134,9 @@ def decoded(client: ServerClient, answer: Answer, kind: type[T], server: str, pa
     )
 
 
-async def only_model(client: ServerClient, server: str) -> Model:
+async def only_model(client: ServerClient, server: str) -> ServerModel:
     """The model that is served, whatever adapters and other names it has."""
-    listed = decoded(client, await client.ask("/v1/models"), Models, server, "/v1/models")
+    listed = decoded(client, await client.ask("/v1/models"), ServerModels, server, "/v1/models")
     for model in listed.data:
         if model.parent is None:
             return model
@@ -165,7 +165,7 @@ async def check_vocabulary_by_asking(
     return answer.body
 
 
-def _expect_ready(client: ServerClient, answer: Answer) -> None:
+def _expect_ready(client: ServerClient, answer: ServerAnswer) -> None:
     client.refuse_unauthorized(answer)
     if answer.status >= 500:
         raise Unavailable(
@@ -208,8 +208,8 @@ def of_candidates(tokens: int, told: list[Candidate], wanted: int) -> list[Token
     return ranked(tokens, [one.logprob for one in told], tops, wanted)
 
 
-def ending(finish: str) -> Piece:
+def ending(finish: str) -> ServerEvent:
     """`finish` as servers with OpenAI's names tell it. What else they have, such as `abort`, is no ending of ours."""
     if finish in ("stop", "length"):
-        return Piece(finish=finish)  # type: ignore[arg-type]
-    return Piece(error=f"it ended the request with {finish!r}", code="unavailable") if finish else Piece()
+        return ServerEvent(finish=finish)  # type: ignore[arg-type]
+    return ServerEvent(error=f"it ended the request with {finish!r}", code="unavailable") if finish else ServerEvent()

@@ -14,7 +14,7 @@ import msgspec
 from services.executor.engines.base import EngineFacts, EngineRequest
 from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects import base
-from services.executor.engines.server.dialects.base import Identity, Piece, Progress
+from services.executor.engines.server.dialects.base import Identity, Progress, ServerEvent
 
 UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "min_tokens", "prompt_logprobs", "cache_salt"]
 UNSUPPORTED += base.UNSUPPORTED
@@ -42,7 +42,7 @@ class _Event(msgspec.Struct):
     stop_type: str = ""
     completion_probabilities: list[base.Candidate] = []
     cached: int = msgspec.field(default=0, name="timings/cache_n")
-    error: base.Failure | None = None
+    error: base.ServerFailure | None = None
 
 
 class LlamaCppDialect:
@@ -115,11 +115,11 @@ class LlamaCppDialect:
         return answer.body.hex() if answer.status == 200 else "", 0.0
 
 
-def read(wanted: int, event: bytes) -> Piece:
+def read(wanted: int, event: bytes) -> ServerEvent:
     told = msgspec.json.decode(event, type=_Event)
     if told.error is not None:
         return told.error.piece()
-    piece = Piece(tokens=told.tokens or [], cached_tokens=told.cached)
+    piece = ServerEvent(tokens=told.tokens or [], cached_tokens=told.cached)
     if told.stop:
         piece.finish = "length" if told.stop_type == "limit" else "stop"
     if wanted >= 0 and piece.tokens:

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from services.executor.engines.base import EngineFacts, EngineRequest
-from services.executor.engines.server.client import Answer, ServerClient, ServerFault
+from services.executor.engines.server.client import ServerAnswer, ServerClient, ServerFault
 from services.executor.engines.server.dialects import base
-from services.executor.engines.server.dialects.base import Identity, Piece, Progress
+from services.executor.engines.server.dialects.base import Identity, Progress, ServerEvent
 from shared.messages import TokenLogprobs
 
 # A salt that an older version leaves out of its cache's keys would be no error there.
@@ -61,7 +61,7 @@ class _Meta(msgspec.Struct):
 class _Event(msgspec.Struct):
     output_ids: list[int] | None = None
     meta_info: _Meta | None = None
-    error: base.Failure | None = None
+    error: base.ServerFailure | None = None
 
 
 class SglangDialect:
@@ -141,7 +141,7 @@ class SglangDialect:
     async def _server(self) -> _ServerInfo:
         return base.decoded(self._client, await self._info("server_info"), _ServerInfo, "SGLang", "/server_info")
 
-    async def _info(self, name: str) -> Answer:
+    async def _info(self, name: str) -> ServerAnswer:
         """By its name of today, or as it was called before."""
         answer = await self._client.ask(f"/{name}")
         return await self._client.ask(f"/get_{name}") if answer.status == 404 else answer
@@ -158,7 +158,7 @@ class SglangReader:
         self._wanted = logprobs
         self._sent = 0
 
-    def read(self, event: bytes) -> Piece:
+    def read(self, event: bytes) -> ServerEvent:
         told = msgspec.json.decode(event, type=_Event)
         if told.error is not None:
             return told.error.piece()
@@ -166,9 +166,9 @@ class SglangReader:
             raise ServerFault("it sent an event without output_ids")
         return self._piece(told.output_ids, told.meta_info)
 
-    def _piece(self, ids: list[int], meta: _Meta) -> Piece:
+    def _piece(self, ids: list[int], meta: _Meta) -> ServerEvent:
         finish = meta.finish_reason
-        piece = base.ending(finish.type) if finish is not None else Piece()
+        piece = base.ending(finish.type) if finish is not None else ServerEvent()
         if finish is not None and isinstance(finish.matched, int) and ids[-1:] != [finish.matched]:
             ids = [*ids, finish.matched]  # taken off as the end of a text would be
         total, fresh = meta.completion_tokens, meta.completion_tokens - self._sent

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from services.cli import machine
 from services.cli.commands.doctor import hardware, software
-from services.cli.commands.doctor.check import Check, Report, report_of, show
+from services.cli.commands.doctor.check import Check, DoctorReport, report_of, show
 
 
 def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -122,7 +122,7 @@ def test_what_is_most_urgent_stands_first(capsys: pytest.CaptureFixture[str]) ->
     checks = [Check("a", "note", "x", "Do A."), Check("b", "ok", "y"), Check("c", "error", "z", "Do C.")]
     report = report_of(checks)
     assert report.failed
-    assert not Report("1", "3", "linux", checks[:2]).failed
+    assert not DoctorReport("1", "3", "linux", checks[:2]).failed
     show(report, Console(width=200))
     shown = capsys.readouterr().out
     assert shown.index("error: c: Do C.") < shown.index("note: a: Do A.")

@@ -226,7 +226,7 @@ def product_kernels() -> Iterator[Compiled]:
 EXPERTS, EXPERT_INNER, EXPERT_HIDDEN = 128, 768, 2048  # a layer of Qwen 3 30B-A3B, 8 experts a row
 
 
-def mixture(tokens: int, kind: str, rule: experts.Rule) -> None:
+def mixture(tokens: int, kind: str, rule: experts.RoutingRule) -> None:
     """Launches all of a mixture's own kernels for `tokens`; `kind`: of its weights, plain, a `Codec`'s or scales for
     groups."""
     logits, correction = meta(tokens, EXPERTS + 1, dtype=FP32), meta(EXPERTS, dtype=FP32)
@@ -251,8 +251,8 @@ def mixture(tokens: int, kind: str, rule: experts.Rule) -> None:
 
 
 def expert_kernels() -> Iterator[Compiled]:
-    plain = experts.Rule(8)
-    grouped = experts.Rule(8, sigmoid=True, groups=8, top_groups=4, scale=2.5)
+    plain = experts.RoutingRule(8)
+    grouped = experts.RoutingRule(8, sigmoid=True, groups=8, top_groups=4, scale=2.5)
     cases = [(tokens, kind, plain) for tokens in (1, 2048) for kind in ("bf16", "fp8", "int4")]
     seen: list[Launched] = []
     for tokens, kind, rule in (*cases, (64, "bf16", grouped)):

@@ -80,7 +80,7 @@ def uniforms(streams: NDArray[np.uint64], positions: Sequence[int]) -> NDArray[n
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-class Plan:
+class BatchPlan:
     """What stays the same from step to step while the batch does: who is where, and their parameters on the device."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Plan:
         return next((token for token in (*options.stop_token_ids, *ends) if token < width), 0)
 
 
-def filter_weights(probs: Tensor, scores: Tensor, plan: Plan) -> None:
+def filter_weights(probs: Tensor, scores: Tensor, plan: BatchPlan) -> None:
     """Zero for what top-k, top-p and min-p leave out, in this order. What ties with the last of those kept is kept."""
     if plan.top_k_most:
         kept = probs[plan.top_k_rows]
@@ -157,7 +157,7 @@ def _last_needed(falling: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return falling.gather(1, last), before == last
 
 
-def draw(scores: Tensor, best: Tensor, plan: Plan, at: Tensor) -> Tensor:
+def draw(scores: Tensor, best: Tensor, plan: BatchPlan, at: Tensor) -> Tensor:
     """A column for each row: the first whose cumulative weight, in float64, exceeds the share `at` of the whole."""
     probs = ((scores - best) / plan.temperature).exp_()
     filter_weights(probs, scores, plan)
@@ -176,7 +176,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         self._grammars = Grammars(self._ends, lambda: load_tokenizer(config, self._ends))
         # Of the batch, the rows that something is to be done for: greedy ones without edits are vLLM's.
         self._rows: dict[int, Row] = {}
-        self._plan: Plan | None = None  # None: the batch has changed
+        self._plan: BatchPlan | None = None  # None: the batch has changed
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -260,7 +260,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         logits[plan.where, columns] = 0.0
         return True
 
-    def _columns(self, scores: Tensor, best: Tensor, plan: Plan) -> Tensor:
+    def _columns(self, scores: Tensor, best: Tensor, plan: BatchPlan) -> Tensor:
         if not plan.drawn_rows:
             return scores.argmax(dim=-1)
         at = self._to(uniforms(plan.streams, [row.position for row in plan.drawn_rows]), np.float64)
@@ -270,12 +270,12 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         columns[plan.drawn] = draw(scores[plan.drawn], best[plan.drawn], plan, at)
         return columns
 
-    def _planned(self, logits: Tensor) -> Plan:
+    def _planned(self, logits: Tensor) -> BatchPlan:
         if self._plan is None:
-            self._plan = Plan(self._rows, logits.shape[1], self._to, self._ends)
+            self._plan = BatchPlan(self._rows, logits.shape[1], self._to, self._ends)
         return self._plan
 
-    def _follow(self, plan: Plan, width: int) -> dict[int, Words]:
+    def _follow(self, plan: BatchPlan, width: int) -> dict[int, Words]:
         """Brings the rows up to date with their output: what each may draw, by its place among `plan.rows`."""
         edited = [(at, row) for at, row in enumerate(plan.rows) if row.options.counts or row.options.masks]
         for _, row in edited:
@@ -305,7 +305,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         out = bits.flatten(1)[:, : scores.shape[1]] == 0
         scores[where] = scores[where].masked_fill_(out, -_INFINITY)
 
-    def _penalise(self, scores: Tensor, plan: Plan) -> None:
+    def _penalise(self, scores: Tensor, plan: BatchPlan) -> None:
         places, amounts = [], []
         for at, row in enumerate(plan.rows):
             if row.counts is not None:
@@ -322,7 +322,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         values = scores[at, tokens]
         scores[at, tokens] = torch.where(values > 0, values / factor, values * factor) - offset
 
-    def _finite(self, best: Tensor, plan: Plan) -> bool:
+    def _finite(self, best: Tensor, plan: BatchPlan) -> bool:
         finite = torch.isfinite(best)
         if bool(finite.all()):
             return True
@@ -348,7 +348,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         except OSError as error:
             log.warning("nobody is told that a request has failed: %s", error)
 
-    def _end_failed(self, plan: Plan, logits: Tensor) -> None:
+    def _end_failed(self, plan: BatchPlan, logits: Tensor) -> None:
         if plan.ended:
             logits.index_fill_(0, plan.ended_places[0], -_INFINITY)
             logits[plan.ended_places[0], plan.ended_places[1]] = 0.0

@@ -32,7 +32,7 @@ LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 << 20  # of one message
 OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
-# Of what requests may ask for, beside adapters without --enable-lora, and vectors where it generates; see `Ready`.
+# Of what requests may ask for, beside adapters without --enable-lora, and vectors where it generates (`ReadyMessage`).
 UNSUPPORTED: list[str] = []
 # Its operators for CPUs (`vllm.lora.ops.torch_ops`) read the last adapter for rows that have none, number -1.
 WRONG_ADAPTERS = "gives requests of the model alone the adapters of others on CPUs; leave --enable-lora out"
@@ -79,7 +79,7 @@ class Abort(msgspec.Struct, tag="abort"):
     ids: list[str]
 
 
-class Ready(msgspec.Struct, omit_defaults=True, tag="ready"):
+class ReadyMessage(msgspec.Struct, omit_defaults=True, tag="ready"):
     """As `EngineFacts`."""
 
     name: str
@@ -110,7 +110,7 @@ class Delta(msgspec.Struct, array_like=True, omit_defaults=True):
     vector: bytes = b""
 
 
-class Step(msgspec.Struct, array_like=True, omit_defaults=True, tag="step"):
+class StepMessage(msgspec.Struct, array_like=True, omit_defaults=True, tag="step"):
     """As `EngineStep`."""
 
     steps: int
@@ -120,7 +120,7 @@ class Step(msgspec.Struct, array_like=True, omit_defaults=True, tag="step"):
     kv_used: float = 0.0
 
 
-class Failed(msgspec.Struct, omit_defaults=True, tag="failed"):
+class FailedMessage(msgspec.Struct, omit_defaults=True, tag="failed"):
     """As `EngineFailed`."""
 
     error: str
@@ -162,7 +162,7 @@ def prompt_scores(positions: list[dict[int, Any] | None], tokens: list[int], cou
     return bytes(scores)
 
 
-class Failures:
+class RequestFailures:
     """Why requests have failed in vLLM's engine process, as `KeyedSampling` tells it; such a request ends with a stop
     token."""
 
@@ -182,16 +182,16 @@ class Failures:
         return self._reasons.pop(request_id, "")
 
 
-class Engine:
+class LeaderRequests:
     """Requests of one leader, and what vLLM gives for them."""
 
-    def __init__(self, llm: Any, vocab_size: int, writer: asyncio.StreamWriter, failures: Failures) -> None:
+    def __init__(self, llm: Any, vocab_size: int, writer: asyncio.StreamWriter, failures: RequestFailures) -> None:
         self._failures = failures
         self._llm = llm
         self._vocab_size = vocab_size
         self._writer = writer
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._step = Step(0)
+        self._step = StepMessage(0)
         self._due = False
         self._adapters: dict[str, int] = {}  # vLLM's numbers of them, by digest
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -338,8 +338,8 @@ async def receive(reader: asyncio.StreamReader) -> bytes:
         raise EOFError(str(error)) from None
 
 
-def engine_of(arguments: list[str]) -> tuple[Any, list["Engine"]]:
-    """vLLM, made of its own arguments, and the list that takes the `Engine` which is to be told of its steps."""
+def engine_of(arguments: list[str]) -> tuple[Any, list["LeaderRequests"]]:
+    """vLLM, made of its own arguments, and the list that takes the `LeaderRequests` that is told of its steps."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -349,9 +349,9 @@ def engine_of(arguments: list[str]) -> tuple[Any, list["Engine"]]:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError:
         from vllm.utils import FlexibleArgumentParser
-    told: list[Engine] = []
+    told: list[LeaderRequests] = []
 
-    class Steps(StatLoggerBase):  # type: ignore[misc]
+    class StepStats(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
@@ -368,7 +368,8 @@ def engine_of(arguments: list[str]) -> tuple[Any, list["Engine"]]:
     )
     parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
     # A server's defaults: on an H100 steps of up to 8192 tokens instead of 2048.
-    return AsyncLLM.from_engine_args(parsed, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[Steps]), told
+    usage = UsageContext.OPENAI_API_SERVER
+    return AsyncLLM.from_engine_args(parsed, usage_context=usage, stat_loggers=[StepStats]), told
 
 
 def device() -> str:
@@ -377,7 +378,7 @@ def device() -> str:
     return str(current_platform.device_type)
 
 
-def facts_of(llm: Any, supported: Sequence[str]) -> Ready:
+def facts_of(llm: Any, supported: Sequence[str]) -> ReadyMessage:
     """What vLLM computes with, and which of its tasks are `supported`."""
     import vllm
 
@@ -400,7 +401,7 @@ def facts_of(llm: Any, supported: Sequence[str]) -> Ready:
     tasks = tuple(task for task in TASKS if task in supported)
     cannot = {"adapter": not adapters, "pooling": tasks == ("generate",)}
     named = getattr(model.hf_config, "id2label", None) or {}
-    return Ready(
+    return ReadyMessage(
         name=f"vLLM {vllm.__version__}",
         vocab_size=model.get_vocab_size(),
         context_length=model.max_model_len,
@@ -419,10 +420,10 @@ def facts_of(llm: Any, supported: Sequence[str]) -> Ready:
 async def serve(line: socket.socket) -> None:
     with tempfile.TemporaryDirectory(prefix="ryzanstein-vllm-") as directory:
         os.environ[FAILURES] = f"{directory}/failures"  # vLLM's processes have it from here
-        await _serve(line, Failures(os.environ[FAILURES]))
+        await _serve(line, RequestFailures(os.environ[FAILURES]))
 
 
-async def _serve(line: socket.socket, failures: Failures) -> None:
+async def _serve(line: socket.socket, failures: RequestFailures) -> None:
     reader, writer = await asyncio.open_connection(sock=line)
     start = _start.decode(await receive(reader))
     try:
@@ -446,7 +447,7 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
         return
     gc.collect()
     gc.freeze()  # as vLLM's own server does: else a look at all that was imported is a pause of every stream
-    engine = Engine(llm, facts.vocab_size, writer, failures)
+    engine = LeaderRequests(llm, facts.vocab_size, writer, failures)
     told.append(engine)
     send(writer, facts)
     commands = asyncio.create_task(_obey(reader, engine))
@@ -474,7 +475,7 @@ async def _warm_up(llm: Any, tasks: Sequence[str]) -> None:
         pass
 
 
-async def _obey(reader: asyncio.StreamReader, engine: Engine) -> None:
+async def _obey(reader: asyncio.StreamReader, engine: LeaderRequests) -> None:
     with contextlib.suppress(EOFError):
         while True:
             command = _commands.decode(await receive(reader))
@@ -489,7 +490,7 @@ def _line(error: BaseException) -> str:
 
 
 async def _fail(writer: asyncio.StreamWriter, error: str, *, crashed: bool = True) -> None:
-    send(writer, Failed(error, crashed))
+    send(writer, FailedMessage(error, crashed))
     with contextlib.suppress(ConnectionError):
         await writer.drain()
 
