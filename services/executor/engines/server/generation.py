@@ -13,7 +13,7 @@ import msgspec
 
 from services.executor.engines.base import EngineDelta, EngineRequest
 from services.executor.engines.server.client import ServerClient, ServerFault, events
-from services.executor.engines.server.dialects.base import ServerDialect, ServerEvent
+from services.executor.engines.server.dialects.base import ServerDialect, StreamPiece
 from shared.errors import reason_of
 from shared.messages import TokenLogprobs
 
@@ -91,7 +91,7 @@ class ServerGeneration:
             self._error, self._code = f"{self._client.name} failed to generate: {error}", code
         self._on_news(self)
 
-    async def _accept(self, piece: ServerEvent) -> bool:
+    async def _accept(self, piece: StreamPiece) -> bool:
         """Whether that was the last of it, so that the connection is closed and not read to its end."""
         if piece.error:
             self.end("", self._client.sentence(piece.error), piece.code)
@@ -115,7 +115,7 @@ class ServerGeneration:
             await self._room.wait()
         return False
 
-    def _checked(self, piece: ServerEvent) -> list[int]:
+    def _checked(self, piece: StreamPiece) -> list[int]:
         """Its tokens, until one that ends the answer."""
         tokens = piece.tokens
         if len(tokens) > TOKENS_GATHERED:

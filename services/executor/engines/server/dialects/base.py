@@ -2,7 +2,7 @@
 
 start ─────▶ identify ─▶ Identity        who answers: compared ever after
              examine  ─▶ EngineFacts     what it can do, found out by asking it
-submit ────▶ path, body ─▶ the request   ─▶ Reader(event) ─▶ ServerEvent     tokens, ending
+submit ────▶ path, body ─▶ the request   ─▶ Reader(event) ─▶ StreamPiece     tokens, ending
 each second  progress ─▶ Progress        whether it computes, also while no token comes
 """
 
@@ -45,7 +45,7 @@ class Identity(msgspec.Struct, frozen=True):
         return f"{self.server} with {self.model}" + (f" ({', '.join(of)})" if of else "")
 
 
-class ServerEvent(msgspec.Struct):
+class StreamPiece(msgspec.Struct):
     """What one event says."""
 
     tokens: list[int] = []
@@ -62,9 +62,9 @@ class ServerFailure(msgspec.Struct):
     message: str = ""
     code: int | str | None = None
 
-    def piece(self) -> ServerEvent:
+    def piece(self) -> StreamPiece:
         refused = isinstance(self.code, int) and 400 <= self.code < 500
-        return ServerEvent(error=f"it says: {self.message}", code="invalid_request" if refused else "internal_error")
+        return StreamPiece(error=f"it says: {self.message}", code="invalid_request" if refused else "internal_error")
 
 
 class Candidate(msgspec.Struct):
@@ -95,7 +95,7 @@ class ServerModels(msgspec.Struct):
 
 
 # Reads the events of one stream. Raises `msgspec.MsgspecError` or `ServerFault` where they make no sense.
-Reader = Callable[[bytes], ServerEvent]
+Reader = Callable[[bytes], StreamPiece]
 
 
 class ServerDialect(Protocol):
@@ -208,8 +208,8 @@ def of_candidates(tokens: int, told: list[Candidate], wanted: int) -> list[Token
     return ranked(tokens, [one.logprob for one in told], tops, wanted)
 
 
-def ending(finish: str) -> ServerEvent:
+def ending(finish: str) -> StreamPiece:
     """`finish` as servers with OpenAI's names tell it. What else they have, such as `abort`, is no ending of ours."""
     if finish in ("stop", "length"):
-        return ServerEvent(finish=finish)  # type: ignore[arg-type]
-    return ServerEvent(error=f"it ended the request with {finish!r}", code="unavailable") if finish else ServerEvent()
+        return StreamPiece(finish=finish)  # type: ignore[arg-type]
+    return StreamPiece(error=f"it ended the request with {finish!r}", code="unavailable") if finish else StreamPiece()

@@ -14,7 +14,7 @@ import msgspec
 from services.executor.engines.base import EngineFacts, EngineRequest
 from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects import base
-from services.executor.engines.server.dialects.base import Identity, Progress, ServerEvent
+from services.executor.engines.server.dialects.base import Identity, Progress, StreamPiece
 
 UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "min_tokens", "prompt_logprobs", "cache_salt"]
 UNSUPPORTED += base.UNSUPPORTED
@@ -115,11 +115,11 @@ class LlamaCppDialect:
         return answer.body.hex() if answer.status == 200 else "", 0.0
 
 
-def read(wanted: int, event: bytes) -> ServerEvent:
+def read(wanted: int, event: bytes) -> StreamPiece:
     told = msgspec.json.decode(event, type=_Event)
     if told.error is not None:
         return told.error.piece()
-    piece = ServerEvent(tokens=told.tokens or [], cached_tokens=told.cached)
+    piece = StreamPiece(tokens=told.tokens or [], cached_tokens=told.cached)
     if told.stop:
         piece.finish = "length" if told.stop_type == "limit" else "stop"
     if wanted >= 0 and piece.tokens:

@@ -17,7 +17,7 @@ import msgspec
 from services.executor.engines.base import EngineFacts, EngineRequest
 from services.executor.engines.server.client import ServerAnswer, ServerClient, ServerFault
 from services.executor.engines.server.dialects import base
-from services.executor.engines.server.dialects.base import Identity, Progress, ServerEvent
+from services.executor.engines.server.dialects.base import Identity, Progress, StreamPiece
 from shared.messages import TokenLogprobs
 
 # A salt that an older version leaves out of its cache's keys would be no error there.
@@ -158,7 +158,7 @@ class SglangReader:
         self._wanted = logprobs
         self._sent = 0
 
-    def read(self, event: bytes) -> ServerEvent:
+    def read(self, event: bytes) -> StreamPiece:
         told = msgspec.json.decode(event, type=_Event)
         if told.error is not None:
             return told.error.piece()
@@ -166,9 +166,9 @@ class SglangReader:
             raise ServerFault("it sent an event without output_ids")
         return self._piece(told.output_ids, told.meta_info)
 
-    def _piece(self, ids: list[int], meta: _Meta) -> ServerEvent:
+    def _piece(self, ids: list[int], meta: _Meta) -> StreamPiece:
         finish = meta.finish_reason
-        piece = base.ending(finish.type) if finish is not None else ServerEvent()
+        piece = base.ending(finish.type) if finish is not None else StreamPiece()
         if finish is not None and isinstance(finish.matched, int) and ids[-1:] != [finish.matched]:
             ids = [*ids, finish.matched]  # taken off as the end of a text would be
         total, fresh = meta.completion_tokens, meta.completion_tokens - self._sent

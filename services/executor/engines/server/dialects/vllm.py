@@ -18,7 +18,7 @@ import msgspec
 from services.executor.engines.base import EngineFacts, EngineRequest
 from services.executor.engines.server.client import ServerClient, ServerFault
 from services.executor.engines.server.dialects import base
-from services.executor.engines.server.dialects.base import Identity, Progress, ServerEvent
+from services.executor.engines.server.dialects.base import Identity, Progress, StreamPiece
 from shared.errors import ConfigurationError
 from shared.messages import SamplingParams, TokenLogprobs
 
@@ -195,11 +195,11 @@ class VllmDialect:
         return sum(int(size) * int(blocks) for size, blocks in re.findall(_CACHE, page, re.MULTILINE))
 
 
-def read(wanted: int, event: bytes) -> ServerEvent:
+def read(wanted: int, event: bytes) -> StreamPiece:
     chunk = msgspec.json.decode(event, type=_Chunk)
     if chunk.error is not None:
         return chunk.error.piece()
-    piece = ServerEvent()
+    piece = StreamPiece()
     if chunk.choices:
         choice = chunk.choices[0]
         piece = base.ending(choice.finish_reason or "")

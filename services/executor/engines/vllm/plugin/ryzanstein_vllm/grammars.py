@@ -27,7 +27,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,40})", "coerce_one_of": Fa
 Words = NDArray[np.uint32]  # bit t of little-endian words: whether token t may follow
 
 
-class GrammarFailed(Exception):
+class RowFailed(Exception):
     """Why one row cannot go on."""
 
 
@@ -126,20 +126,20 @@ class Guide:
         self._heard = ends.intersection(stops)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Raises `GrammarFailed`."""
+        """Raises `RowFailed`."""
         self.found = None
         if self.complete:  # nothing but an end can have come
             return
         if not self.matcher.consume_tokens(list(tokens)):
-            raise GrammarFailed(f"The grammar of the answer allows no next token: {line(self.matcher.get_error())}.")
+            raise RowFailed(f"The grammar of the answer allows no next token: {line(self.matcher.get_error())}.")
         self.complete = self.matcher.is_stopped()
 
     def follow(self, width: int) -> Words:
-        """What may follow, of `width` tokens. Raises `GrammarFailed` where nothing can."""
+        """What may follow, of `width` tokens. Raises `RowFailed` where nothing can."""
         if self.complete:
             return packed(self._heard or self._ends, width)
         if self.found is None or self.matcher.is_error():
-            raise GrammarFailed(f"The grammar of the answer allows no next token: {line(self.matcher.get_error())}.")
+            raise RowFailed(f"The grammar of the answer allows no next token: {line(self.matcher.get_error())}.")
         allowed = np.zeros((width + 31) // 32, np.uint32)
         allowed[: len(self.found)] = self.found[: len(allowed)]
         if width % 32:
@@ -151,7 +151,7 @@ class Guide:
         heard = allowed & ~packed(self._ends - self._heard, width)
         allowed = heard if heard.any() else allowed
         if not allowed.any():
-            raise GrammarFailed("The grammar of the answer allows no next token: no token of this model fits.")
+            raise RowFailed("The grammar of the answer allows no next token: no token of this model fits.")
         return allowed
 
 
@@ -173,7 +173,7 @@ class Grammars:
         return frozenset(self._ends or getattr(self.tokenizer, "eos_tokens", None) or [self.tokenizer.eos_token])
 
     def start(self, grammar: tuple[str, str], stops: Sequence[int]) -> Guide:
-        """Raises `GrammarFailed`."""
+        """Raises `RowFailed`."""
         if grammar not in self._kept:
             self._keep(grammar, self._compile(grammar))
         self._kept.move_to_end(grammar)
@@ -205,7 +205,7 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             problem = line(error)
         if problem:
-            raise GrammarFailed(f"The answer's format cannot be enforced: {line(problem)}.")
+            raise RowFailed(f"The answer's format cannot be enforced: {line(problem)}.")
         return matcher
 
     def _keep(self, grammar: tuple[str, str], matcher: "LLMatcher") -> None:

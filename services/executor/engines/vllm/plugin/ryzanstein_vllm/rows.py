@@ -6,11 +6,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .grammars import GrammarFailed, Grammars, Guide, Words, packed
+from .grammars import Grammars, Guide, RowFailed, Words, packed
 from .sampling_options import SamplingOptions
 
 
-class TokenCounts:
+class OutputCounts:
     """Distinct tokens and how often each is in the output."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Row:
         """`output`: vLLM's list, which grows with each step."""
         prompt = prompt or ()  # embeddings have no tokens
         self.options = options
-        self.counts: TokenCounts | None = None
+        self.counts: OutputCounts | None = None
         self.guide: Guide | None = None
         self.problem = ""  # why it has failed
         if len(prompt) < options.prompt_tokens:
@@ -61,7 +61,7 @@ class Row:
         return len(self._earlier) + len(self._output)
 
     def follow(self) -> None:
-        """Takes in the tokens that came since the last step. Raises `GrammarFailed`."""
+        """Takes in the tokens that came since the last step. Raises `RowFailed`."""
         options = self.options
         if not (options.counts or options.bad_words or options.grammar):
             return
@@ -71,12 +71,12 @@ class Row:
         if not fresh:
             return
         if min(fresh) < 0:
-            raise GrammarFailed("vLLM has not told the last token in time: start it with --no-async-scheduling.")
+            raise RowFailed("vLLM has not told the last token in time: start it with --no-async-scheduling.")
         self._take(fresh)
         self._seen += len(fresh)
 
     def mask(self, width: int) -> Words | None:
-        """What may be drawn next, of `width` tokens; None: all. After `follow`. Raises `GrammarFailed`."""
+        """What may be drawn next, of `width` tokens; None: all. After `follow`. Raises `RowFailed`."""
         width = min(width, self.options.vocab_size or width)
         mask = None if self.guide is None else self.guide.follow(width)
         if self.guide is not None and self.guide.complete:
@@ -93,7 +93,7 @@ class Row:
     def _begin(self) -> None:
         options, self._tail = self.options, []
         if options.counts:
-            self.counts = TokenCounts()
+            self.counts = OutputCounts()
             self.counts.add(self._prompt, 0)
         if options.grammar is not None:
             self.guide = self._grammars.start(options.grammar, options.stop_token_ids)
