@@ -327,7 +327,7 @@ class BlockAllocator:
         for slot, _ in self._restores:
             self._tiers.of(slot).unlock(slot)
         saves = [(block, slot) for slot, (block, _) in self._saves.items()]
-        outlives = self._tiers.disk.counts[0] > 0
+        outlives = bool(self._saves) and self._tiers.disk.counts[0] > 0
         copies = Copies(saves, self._restores, [key for _, key in self._saves.values()] if outlives else [])
         self._saves, self._restores = {}, []
         return copies
