@@ -65,11 +65,10 @@ class OutputTokenCounts:
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
         """Prompt tokens are listed with count 0."""
-        self._slots: dict[int, int] = {}
-        self._ids: Int64Array = np.zeros(16, np.int64)
-        self._counts: Int64Array = np.zeros(16, np.int64)
-        for token in prompt:
-            self._slot(token)
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
+        self._ids: Int64Array = np.zeros(max(16, len(self._slots)), np.int64)
+        self._ids[: len(self._slots)] = np.fromiter(self._slots, np.int64)
+        self._counts: Int64Array = np.zeros_like(self._ids)
         for token in output:
             self.add(token)
 
