@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 137_286,  # all of it read again: -2,491; to come: 112,000
     ("benchmarks",): 14_112,  # the same: -73; to come: 13,000
-    ("tests",): 149_010,  # the same: -1,578; to come: 120,000
+    ("tests",): 149_014,  # the same: -1,578; to come: 120,000
 }
 
 
