@@ -3,9 +3,9 @@
  *     value[o][i] = s[o][g] * T(code[o][i])        g = i / group     (model/quantized.py)
  *
  * Nothing is rounded but float32's sums: T(code) is a bf16 number, and scales multiply the sum of a group. A group is
- * summed in parts of 256 columns. Scales, pieces and blocks lie as quantized.h has them. A line of 64 bytes is unpacked
- * into pairs of inputs of 32 outputs, which lie as in gemm.h, by instructions that keep to quarters of a vector or to
- * words:
+ * summed in parts of 256 columns; by AMX a row's only one is summed whole. Scales, pieces and blocks lie as quantized.h has
+ * them. A line of 64 bytes is unpacked into pairs of inputs of 32 outputs, which lie as in gemm.h, by instructions that keep
+ * to quarters of a vector or to words:
  *
  *     8 bits   byte 16q + 8h + 2j + k      input k of a pair, of output 16h + 4q + j
  *     4 bits   word 2j + k, nibble 2p + h  input k of pair p, of output 16h + j

@@ -1,7 +1,7 @@
 """HTTP with the server: what is sent to prove who we are, and how much of an answer is read.
 
 ask    ─▶ ServerAnswer(status, body)     small, each within PROBE_TIMEOUT
-stream ─▶ events                   of one generation, until it ends or is closed
+stream ─▶ events                         of one generation, until it ends or is closed
 """
 
 import re
