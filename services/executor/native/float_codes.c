@@ -6,7 +6,11 @@
 
 enum {
     SPAN = RZ_FLOAT_SPAN,             /* columns that are summed before they are scaled */
-    MANY_SPANS = 8,                   /* that are unpacked together into the second cache, for AMX */
+#if defined(__AMX_BF16__)
+    SUMS_STAY = 1, MANY_SPANS = 8,    /* whether a row's only group is summed whole; spans that are then unpacked together */
+#else
+    SUMS_STAY = 0, MANY_SPANS = 1,
+#endif
     PAIR = 2 * PANEL,                 /* values of a line, unpacked */
     FEW_ROWS = VECTORS >= 32 ? 8 : 1, /* that are multiplied as codes are unpacked */
     TURNS_OF_FEW = VECTORS < 32 ? 1 : TURNS == 2 ? 2 : 12, /* so often a group is, before it is worth unpacking it for tiles */
@@ -234,9 +238,17 @@ static const few_function FEW_TILES[WAYS][FEW_ROWS + 1] = {
 #pragma GCC pop_options
 #endif
 
+/* Whether a row is summed as a whole, and then scaled. */
+RZ_INLINE int sums_whole_rows(const rz_format *format)
+{
+    return SUMS_STAY && !format->group;
+}
+
 /* Columns that are summed before they are scaled. */
 RZ_INLINE long columns_together(const rz_format *format)
 {
+    if (sums_whole_rows(format))
+        return format->columns;
     return format->group && format->group < SPAN ? format->group : SPAN;
 }
 
@@ -259,10 +271,11 @@ RZ_INLINE void add_scaled(const rz_format *format, const places *at, const waiti
     }
 }
 
-/* Adds the products of rows with the columns [begin, last), unpacked. */
+/* Adds the products of rows with the columns [begin, last), unpacked; those of whole rows are left to scale_sums. */
 static void multiply_unpacked(const rz_format *format, const places *at, const bf16 *weights, long begin, long last,
                               const operand *x, long stride, long rows, float *sums)
 {
+    const int whole = sums_whole_rows(format);
     const long together = columns_together(format);
     float parts[2][TILE_ROWS * PANEL];
     waiting_part waiting = { 0 };
@@ -272,25 +285,15 @@ static void multiply_unpacked(const rz_format *format, const places *at, const b
         for (long first = begin; first < last; first += together, turn = !turn) {
             const long end = first + together < last ? first + together : last;
             rz_tile_operands((int)here, x + row * stride + first, stride, weights + (first - begin) * PANEL,
-                             (end - first) / 2, parts[turn], PANEL, 0, NULL);
+                             (end - first) / 2, whole ? sums + row * PANEL : parts[turn], PANEL, whole && first, NULL);
+            if (whole)
+                continue;
             add_scaled(format, at, &waiting);
             waiting = (waiting_part){ first, here, parts[turn], sums + row * PANEL };
         }
         row += here;
     }
     add_scaled(format, at, &waiting);
-}
-
-#if defined(__AMX_BF16__)
-/* The same where a row has one scale: sums stay in their tiles, for scale_sums. */
-static void multiply_unscaled(const bf16 *weights, long begin, long last, const operand *x, long stride, long rows, float *sums)
-{
-    for (long row = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
-        const long here = (rows - row + tiles - 1) / tiles;
-        rz_tile_operands((int)here, x + row * stride + begin, stride, weights, (last - begin) / 2, sums + row * PANEL, PANEL,
-                         begin > 0, NULL);
-        row += here;
-    }
 }
 
 static void scale_sums(const rz_format *format, const places *at, long rows, float *sums)
@@ -302,24 +305,7 @@ static void scale_sums(const rz_format *format, const places *at, long rows, flo
     }
 }
 
-/* Columns that are unpacked together: for several tiles of rows so many that these stay in their registers. */
-static void multiply_floats(const rz_format *format, const places *at, const operand *x, long stride, long rows, float *sums)
-{
-    const decoding by = decoding_of(format);
-    const long columns = format->columns, together = rows > TILE_ROWS && !format->group ? MANY_SPANS * SPAN : SPAN;
-    for (long begin = 0; begin < columns; begin += together) {
-        _Alignas(64) bf16 weights[MANY_SPANS * SPAN * PANEL];
-        const long end = begin + together < columns ? begin + together : columns;
-        unpack_span(way_of(format), &by, at, begin, end, weights);
-        if (format->group)
-            multiply_unpacked(format, at, weights, begin, end, x, stride, rows, sums);
-        else
-            multiply_unscaled(weights, begin, end, x, stride, rows, sums);
-    }
-    if (!format->group)
-        scale_sums(format, at, rows, sums);
-}
-#else
+#if !defined(__AMX_BF16__)
 /* Few rows multiply what was just unpacked. */
 static void multiply_as_unpacked(const rz_format *format, const places *at, const decoding *by, const operand *x, long stride,
                                  long rows, float *sums)
@@ -338,21 +324,6 @@ static void multiply_as_unpacked(const rz_format *format, const places *at, cons
         }
     }
 }
-
-static void multiply_floats(const rz_format *format, const places *at, const operand *x, long stride, long rows, float *sums)
-{
-    const decoding by = decoding_of(format);
-    if (rows <= FEW_ROWS * TURNS_OF_FEW) {
-        multiply_as_unpacked(format, at, &by, x, stride, rows, sums);
-        return;
-    }
-    for (long begin = 0; begin < format->columns; begin += SPAN) {
-        _Alignas(64) bf16 weights[SPAN * PANEL];
-        const long end = begin + SPAN < format->columns ? begin + SPAN : format->columns;
-        unpack_span(way_of(format), &by, at, begin, end, weights);
-        multiply_unpacked(format, at, weights, begin, end, x, stride, rows, sums);
-    }
-}
 #endif
 
 void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const operand *x,
@@ -360,8 +331,24 @@ void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const u
 {
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
+    const decoding by = decoding_of(format);
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof *sums);
-    multiply_floats(format, &at, x, stride, rows, sums);
+#if !defined(__AMX_BF16__)
+    if (rows <= FEW_ROWS * TURNS_OF_FEW) {
+        multiply_as_unpacked(format, &at, &by, x, stride, rows, sums);
+        return;
+    }
+#endif
+    /* For several tiles of rows so many columns that sums stay in the tiles' registers. */
+    const long columns = format->columns, together = sums_whole_rows(format) && rows > TILE_ROWS ? MANY_SPANS * SPAN : SPAN;
+    for (long begin = 0; begin < columns; begin += together) {
+        _Alignas(64) bf16 weights[MANY_SPANS * SPAN * PANEL];
+        const long end = begin + together < columns ? begin + together : columns;
+        unpack_span(way_of(format), &by, &at, begin, end, weights);
+        multiply_unpacked(format, &at, weights, begin, end, x, stride, rows, sums);
+    }
+    if (sums_whole_rows(format))
+        scale_sums(format, &at, rows, sums);
 }
 
 void rz_float_codes_span(const rz_format *format, const uint8_t *panel, long first, long end, const long *lanes,

@@ -196,8 +196,8 @@ def test_every_position_says_the_same_however_steps_are_cut(
     back, and find their prompts' beginnings; some are another ring's heirs, in the middle of their answers."""
     longest = max(ring.case.prompts) + ring.case.outputs
     quantized = room * -(-longest // ring.case.block_size) + 1
-    few_steps = longest // 50
-    cuts = Cuts(quantized, max(budget, sequences, few_steps), sequences, drafts, lookahead, spills, ttl, seed)
+    least = longest // 50  # tokens of a step: a long prompt takes no more than some fifty
+    cuts = Cuts(quantized, max(budget, sequences, least), sequences, drafts, lookahead, spills, ttl, seed)
     disturbed = ExactRing(ring.ranks, cuts, ring.said)
     disturbed.run(_attempt(ring, which, done, number) for number, (which, done) in enumerate(visits))
     assert disturbed.compared
