@@ -56,6 +56,20 @@ static void decode_groups(int codec, const int8_t *codes, int which, int count, 
     }
 }
 
+/* How many keys of the round from `first` on, and behind `first`, are kept as codes of int8: all of a round that lies before
+ * the rows' block, and those before it of the round that it is in. */
+static int coded_keys(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+                      const row_run *run, int first)
+{
+    const int size = shape->block_size, end = run->home < 0 ? first + KEYS : run->home * size;
+    if (!codec_is_integer(cache->codec) || end <= first)
+        return 0;
+    for (int key = first; key < end; key += size - key % size)
+        if (part->table[key / size] < cache->num_writable)
+            return 0;
+    return end - first;
+}
+
 /* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their `scales` [KEYS]. Returns whether
  * these are not all 1: of what is kept as bf16 they are. */
 static int find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
@@ -150,9 +164,10 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     }
 }
 
-static void pack_keys(int d, int panels, const bf16 *const *rows, rz_attention_memory *scratch, rz_upcoming *ahead)
+/* Of `count` keys; the scores of those behind them are nobody's. */
+static void pack_keys(int d, int panels, int count, const bf16 *const *rows, rz_attention_memory *scratch, rz_upcoming *ahead)
 {
-    for (int group = 0; group < panels * 2; group++) {
+    for (int group = 0; group < panels * 2 && group * LANES < count; group++) {
         int32_t *panel = (int32_t *)(scratch->keys + group / 2 * d * PANEL) + group % 2 * LANES;
         for (int column = 0; column < d; column += 2 * LANES) {
             pull(ahead, 16);
@@ -251,6 +266,9 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, float factor, const
         f32 shares[2];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
+            shares[i] = f32_zero();
+            if (used == LANES && i)
+                break;
             const f32 score = f32_rounded(f32_mul(f32_load(scores + key + i * LANES), times)); /* as scale_scores has it */
             const f32 weight = exp2_nonpositive_f32(f32_sub(score, base));
             total = f32_add(total, weight);
@@ -278,7 +296,7 @@ typedef struct {
     const rz_attention_shape *shape;
     const rz_cache *cache;
     const row_run *run;
-    int first, count, used; /* used: of whole panels */
+    int first, count, used; /* used: LANES, PANEL or KEYS */
     int queries, few;       /* of a KV head; whether they are few */
 } key_round;
 
@@ -296,6 +314,8 @@ static void soften(const key_round *round, const head_part *head, float factor, 
     for (int query = begin; query < end; query++)
         if (round->few)
             weigh_scores(round->shape, factor, scales, scratch, query, round->used, 1);
+        else if (round->used == LANES)
+            weigh_scores(round->shape, factor, scales, scratch, query, LANES, 0);
         else if (round->used == PANEL)
             weigh_scores(round->shape, factor, scales, scratch, query, PANEL, 0);
         else if (scales)
@@ -346,8 +366,9 @@ static int score_keys(const key_round *round, const head_part *head, int which, 
                      scratch->scores[begin], scratch, ahead);
         return scaled;
     }
-    pack_keys(d, round->used / PANEL, rows, scratch, ahead);
-    rz_tiles(round->queries, scratch->queries + begin * d, d, scratch->keys, round->used / PANEL, (long)PANEL * d, d / 2,
+    const int panels = (round->used + PANEL - 1) / PANEL;
+    pack_keys(d, panels, round->count, rows, scratch, ahead);
+    rz_tiles(round->queries, scratch->queries + begin * d, d, scratch->keys, panels, (long)PANEL * d, d / 2,
              scratch->scores[begin], KEYS, 0);
     return scaled;
 }
@@ -408,21 +429,21 @@ static const float *find_values(const key_round *round, const head_part *head, i
     return scaled || round->count < KEYS ? scales : NULL;
 }
 
-/* A round of `count` KV heads, step by step: what one waits for, another does not. */
-static void attend_round(const key_round *round, const head_part *heads, const int *which, int count,
-                         rz_attention_memory *scratch, rz_upcoming *ahead)
+/* A round of the KV heads [from, end), step by step: what one waits for, another does not. */
+static void attend_round(const key_round *round, const head_part *heads, int from, int end, rz_attention_memory *scratch,
+                         rz_upcoming *ahead)
 {
     const bf16 *rows[KEYS];
     int scaled[MOST_TOGETHER];
     float factors[MOST_TOGETHER];
-    for (int i = 0; i < count; i++)
-        scaled[i] = score_keys(round, &heads[which[i]], which[i], rows, scratch, ahead);
-    for (int i = 0; i < count; i++)
-        factors[i] = raise_scores(round, &heads[which[i]], scaled[i], scratch->scales[which[i]][0], scratch);
-    for (int i = 0; i < count; i++) {
-        const float *scales = find_values(round, &heads[which[i]], which[i], scaled[i], rows, scratch);
-        soften(round, &heads[which[i]], factors[i], scales, scratch);
-        add_values(round, &heads[which[i]], rows, scratch, ahead);
+    for (int i = from; i < end; i++)
+        scaled[i] = score_keys(round, &heads[i], i, rows, scratch, ahead);
+    for (int i = from; i < end; i++)
+        factors[i] = raise_scores(round, &heads[i], scaled[i], scratch->scales[i][0], scratch);
+    for (int i = from; i < end; i++) {
+        const float *scales = find_values(round, &heads[i], i, scaled[i], rows, scratch);
+        soften(round, &heads[i], factors[i], scales, scratch);
+        add_values(round, &heads[i], rows, scratch, ahead);
     }
 }
 
@@ -450,30 +471,35 @@ static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, c
     }
 }
 
+/* Tiles add the products of as many keys as a panel has anyway. */
+RZ_INLINE int used_keys(int count)
+{
+    return count <= LANES && !rz_has_digit_tiles() ? LANES : count <= PANEL ? PANEL : KEYS;
+}
+
 /* The round of keys from `first` on, for the KV heads of a part. */
 static void attend_heads(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                          const head_part *heads, int first, rz_attention_memory *memory, rz_upcoming *ahead)
 {
-    const int last = last_of(part);
+    const int last = last_of(part), until = first + KEYS < last ? first + KEYS : last;
+    const int together = shape->lines == 2 ? part->kv_heads : 1; /* one line is read once for both */
     row_run run = { 0, 0, -1, 0 };
     while (run.end < part->rows) {
         run = run_of(shape, cache, part, run.end, first);
         const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
-        const int queries = (run.end - run.first) * part->heads, end = seen < last ? seen : last;
-        const int count = end - first < KEYS ? end - first : KEYS, used = (count + PANEL - 1) / PANEL * PANEL;
-        const key_round round = { shape, cache, &run, first, count, used, queries, ADDS_FEW && queries <= FEW_QUERIES };
-        int which[MOST_TOGETHER], left = 0;
+        const int queries = (run.end - run.first) * part->heads, coded = coded_keys(shape, cache, part, &run, first);
+        const int count = (seen < until ? seen : until) - first - coded;
+        const key_round round = { shape, cache, &run, first + coded, count, used_keys(count), queries,
+                                  ADDS_FEW && queries <= FEW_QUERIES };
         for (int i = 0; i < part->kv_heads; i++) {
             const int begin = first_in_round(&round, &heads[i]);
-            if (codec_is_integer(cache->codec) && run.home < 0
-                && rz_attend_codes(shape, cache, &heads[i], begin, begin + queries, first, memory, ahead))
-                continue;
-            rz_turn_sums(shape, memory, begin, begin + queries, 0);
-            which[left++] = i;
+            if (coded)
+                rz_attend_codes(shape, cache, &heads[i], begin, begin + queries, first, coded, memory, ahead);
+            if (count > 0)
+                rz_turn_sums(shape, memory, begin, begin + queries, 0);
         }
-        const int together = shape->lines == 2 ? left : 1; /* one line is read once for both */
-        for (int i = 0; i < left && count > 0; i += together)
-            attend_round(&round, heads, which + i, together, memory, ahead);
+        for (int i = 0; i < part->kv_heads && count > 0; i += together)
+            attend_round(&round, heads, i, i + together, memory, ahead);
     }
 }
 

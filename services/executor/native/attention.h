@@ -12,11 +12,14 @@
  * the block table as they are kept (quantized: codes and one scale per block and head). In the rounds in which some rows
  * are at home, those of one block are computed after those of another.
  *
- * A round of int8 codes alone, as nearly all are in a long context, multiplies them as they are kept (digits.h), where
- * they lie in groups (kv_cache/code_groups.py) without packing them: queries and a round's weights become numbers of 14
- * bits, sums of products are integers, and scales are applied to these. A weight is rounded to 1/32512 of the largest in
- * the round. Other rounds are packed as bf16, which both codecs' codes are exact in, for rz_tile, and a scale is applied
- * once, to scores and to weights. For few queries they are not packed: attention_few.h.
+ * int8 codes, those of a round that lie before the rows' own block, are multiplied as they are kept (digits.h), where they
+ * lie in groups (kv_cache/code_groups.py) without packing them: queries and a round's weights become numbers of 14 bits,
+ * sums of products are integers, and scales are applied to these. A weight is rounded to 1/32512 of the largest of them.
+ * What else there is of a round is packed as bf16, which both codecs' codes are exact in, for rz_tile, and a scale is
+ * applied once, to scores and to weights. For few queries it is not packed: attention_few.h.
+ *
+ *     position 150, blocks of 16     0 ............ 63 | 64 ........... 127 | 128 .. 143 | 144 .. 150
+ *                                    codes             | codes              | codes      | as written
  *
  * Sources: Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135; Kwon et al., "PagedAttention",
  * https://arxiv.org/abs/2309.06180.

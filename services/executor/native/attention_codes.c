@@ -17,8 +17,8 @@ enum { GROUPS = KEYS / LANES };
 
 /* The codes of a round's keys or values. */
 typedef struct {
-    const int8_t *groups[GROUPS]; /* each of LANES lines that follow each other */
-    float scales[KEYS];
+    const int8_t *groups[GROUPS]; /* each of LANES lines that follow each other; behind the last one the first again */
+    float scales[KEYS];           /* behind the last one zeros */
     float largest; /* of the scales */
     float nothing; /* 0; NaN where a scale is no finite number */
 } coded_lines;
@@ -42,34 +42,37 @@ static void place_lines(coded_lines *lines, int key, int here, const int8_t *cod
     }
 }
 
-/* Whether the round is one of keys that are all kept as codes, which is so of all before a row's own block; then `lines`
- * are its keys and values, or what is both. */
-static int find_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
-                      rz_attention_memory *memory, coded_lines *lines)
+/* Where `count` keys from `first` on are, which are all kept as codes, and their values, or what is both: `lines`. */
+static void find_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
+                       int count, rz_attention_memory *memory, coded_lines *lines)
 {
     const int size = shape->block_size, planes = shape->lines * shape->kv_heads;
     const long d = shape->key_dim;
     const int32_t *table = part->table + first / size;
     int offset = first % size;
-    for (int which = 0; which < shape->lines; which++)
+    for (int which = 0; which < shape->lines; which++) {
         lines[which].largest = lines[which].nothing = 0.0f;
-    for (int key = 0; key < KEYS; table++, offset = 0) {
-        const int here = size - offset < KEYS - key ? size - offset : KEYS - key;
-        if (*table < cache->num_writable)
-            return 0;
+        for (int group = (count - 1) / LANES; group < GROUPS; group++)
+            f32_store(lines[which].scales + group * LANES, f32_zero());
+    }
+    for (int key = 0; key < count; table++, offset = 0) {
+        const int here = size - offset < count - key ? size - offset : count - key;
         long plane = (*table - cache->num_writable) * planes + part->kv_head;
         for (int which = 0; which < shape->lines; which++, plane += shape->kv_heads)
             place_lines(&lines[which], key, here, (const int8_t *)cache->codes + (plane * size + offset) * d, d,
                         cache->scales[plane], (int8_t *)memory->decoded[which]);
         key += here;
     }
-    return 1;
+    for (int which = 0; which < shape->lines; which++)
+        for (int group = (count + LANES - 1) / LANES; group < GROUPS; group++)
+            lines[which].groups[group] = lines[which].groups[0];
 }
 
 /* What of a round is multiplied, and where: groups of its keys, as columns, and of its values, as lines. */
 typedef struct {
     const int8_t *keys[QUARTERS], *values[QUARTERS];
     long values_ahead; /* from COLUMNS values of a group to the next */
+    int count;
 } round_groups;
 
 _Static_assert((int)GROUPS == (int)QUARTERS, "a round's keys are the columns of a product");
@@ -97,7 +100,7 @@ static void find_groups(const rz_attention_shape *shape, const rz_cache *cache, 
 {
     const int d = shape->key_dim, padded = (d + COLUMNS - 1) / COLUMNS * COLUMNS;
     const int copied = !cache->in_groups || rz_has_digit_tiles();
-    for (int group = 0; group < GROUPS; group++) {
+    for (int group = 0; group < GROUPS; group++) { /* those behind the last one are multiplied by zeros */
         found->keys[group] = keys->groups[group];
         found->values[group] = copied ? memory->packed_values + group * GROUP_COLUMNS : values->groups[group];
         if (!cache->in_groups) {
@@ -115,15 +118,16 @@ static void find_groups(const rz_attention_shape *shape, const rz_cache *cache, 
         gather_values(shape, values, memory->packed_values);
 }
 
-/* Products of one query become scores [KEYS], of which the first `unseen` keys have none. Returns the largest of LANES. */
-RZ_INLINE f32 scale_products(const rz_attention_shape *shape, const int32_t products[2][COLUMNS], const float *scales,
-                             number_row query, int unseen, float *scores)
+/* Products of one query become scores of `count` keys, of which the first `unseen` have none. Returns the largest of
+ * LANES. */
+RZ_INLINE f32 scale_products(const rz_attention_shape *shape, const int count, const int32_t products[2][COLUMNS],
+                             const float *scales, number_row query, int unseen, float *scores)
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     const f32 factor = f32_set1(query.unit * shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
     const i32 surplus = i32_set1(query.surplus);
     f32 peak = nothing;
-    for (int i = 0; i < GROUPS; i++) {
+    for (int i = 0; i * LANES < count; i++) {
         const i32 product = i32_sub(digit_sum(products, i), surplus);
         f32 value = f32_mul(f32_mul(f32_from_i32(product), f32_load(scales + i * LANES)), factor);
         if (shape->soft_cap > 0) {
@@ -132,20 +136,27 @@ RZ_INLINE f32 scale_products(const rz_attention_shape *shape, const int32_t prod
         }
         if (unseen > i * LANES)
             value = f32_select(i32_greater(i32_set1(unseen - i * LANES), i32_load(numbers)), nothing, value);
+        if (count < (i + 1) * LANES)
+            value = f32_select(i32_greater(i32_load(numbers), i32_set1(count - 1 - i * LANES)), nothing, value);
         f32_store(scores + i * LANES, value);
         peak = f32_max(peak, value);
     }
     return peak;
 }
 
-/* Scores become weights of the largest one, `peak`, as digits: times `shares` [KEYS]. Returns their sums of LANES. */
-RZ_INLINE f32 weigh_scores_as_digits(const float *scores, float peak, const float *shares, uint8_t digits[2][KEYS])
+/* Scores of `count` keys become weights of the largest one, `peak`, as digits: times `shares` [KEYS]. Returns their sums of
+ * LANES. */
+RZ_INLINE f32 weigh_scores_as_digits(const float *scores, const int count, float peak, const float *shares,
+                                     uint8_t digits[2][KEYS])
 {
     const f32 base = f32_set1(peak);
     f32 total = f32_zero();
     i32 numbers[GROUPS];
 #pragma GCC unroll 4
     for (int i = 0; i < GROUPS; i++) {
+        numbers[i] = i32_set1(0);
+        if (i * LANES >= count)
+            continue;
         const f32 weight = exp2_nonpositive_f32(f32_sub(f32_load(scores + i * LANES), base));
         total = f32_add(total, weight);
         numbers[i] = i32_from_f32(f32_mul(weight, f32_load(shares + i * LANES)));
@@ -186,7 +197,7 @@ static void ask_for_keys(const rz_attention_shape *shape, const round_groups *gr
     const int d = shape->key_dim;
     if (queries->count)
         asked->products[asked->count++] = (digit_product){
-            queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, groups->keys, 0,
+            queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, groups->keys, groups->count, 0,
             &memory->products[queries->turn], asked->ahead };
 }
 
@@ -195,15 +206,15 @@ static void ask_for_values(const rz_attention_shape *shape, const round_groups *
 {
     for (int i = 0; queries->count && i * COLUMNS < shape->value_dim; i++)
         asked->products[asked->count++] = (digit_product){
-            queries->count, 0, memory->digits[queries->turn][0][0], KEYS, groups->values, i * groups->values_ahead,
-            &memory->gains[i], asked->ahead };
+            queries->count, 0, memory->digits[queries->turn][0][0], KEYS, groups->values, groups->count,
+            i * groups->values_ahead, &memory->gains[i], asked->ahead };
 }
 
-/* Products of some queries become weights, as digits. Where nothing was packed, what comes is asked for here: `lines` twice
- * for each query. */
-static void soften_products(const rz_attention_shape *shape, const head_part *head, int first,
-                            const some_queries *queries, const float *scales, const float *shares,
-                            rz_attention_memory *memory, rz_upcoming *ahead, int lines, asked_products *asked)
+/* Products of some queries with `count` keys become weights, as digits. Where nothing was packed, what comes is asked for
+ * here: `lines` twice for each query. */
+RZ_INLINE void soften_products(const rz_attention_shape *shape, const head_part *head, int first, const int count,
+                               const some_queries *queries, const float *scales, const float *shares,
+                               rz_attention_memory *memory, rz_upcoming *ahead, int lines, asked_products *asked)
 {
     const digit_sums *products = &memory->products[queries->turn];
     const int all = asked->count * QUARTERS;
@@ -214,14 +225,14 @@ static void soften_products(const rz_attention_shape *shape, const head_part *he
         for (int i = 0; i < here; i++) {
             const int oldest = shape->window ? head->part.position + row_of(head, these + i) - shape->window + 1 - first : 0;
             const number_row query = { memory->units[these + i], memory->surplus[these + i] };
-            four[i] = scale_products(shape, products->of[at + i], scales, query, oldest, memory->scores[at + i]);
+            four[i] = scale_products(shape, count, products->of[at + i], scales, query, oldest, memory->scores[at + i]);
             pull(ahead, lines);
         }
         for (int i = here; i < AT_ONCE_REDUCED; i++)
             four[i] = four[0];
         f32_store_largest(memory->peaks + these, four);
         for (int i = 0; i < here; i++) {
-            four[i] = weigh_scores_as_digits(memory->scores[at + i], memory->peaks[these + i], shares,
+            four[i] = weigh_scores_as_digits(memory->scores[at + i], count, memory->peaks[these + i], shares,
                                              memory->digits[queries->turn][at + i]);
             pull(ahead, lines);
             multiply_until(asked, all * (at + i + 1) / NUMBERS_AT_ONCE);
@@ -264,18 +275,17 @@ static void add_gains(const rz_attention_shape *shape, rz_attention_memory *memo
     }
 }
 
-int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int begin, int end,
-                    int first, rz_attention_memory *memory, rz_upcoming *ahead)
+void rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int begin, int end,
+                     int first, int count, rz_attention_memory *memory, rz_upcoming *ahead)
 {
     coded_lines lines[2];
-    if (!find_codes(shape, cache, &head->part, first, memory, lines))
-        return 0;
+    find_codes(shape, cache, &head->part, first, count, memory, lines);
     const coded_lines *keys = &lines[0], *values = &lines[shape->lines - 1];
     const float unit = values->largest / LARGEST_NUMBER + keys->nothing + values->nothing;
     float shares[KEYS];
     for (int key = 0; key < KEYS; key += LANES)
         f32_store(shares + key, f32_mul(f32_load(values->scales + key), f32_set1(LARGEST_NUMBER / values->largest)));
-    round_groups groups;
+    round_groups groups = { .count = (int)whole_parts(count, LANES) };
     find_groups(shape, cache, keys, values, memory, ahead, &groups);
     rz_turn_sums(shape, memory, begin, end, 1);
     /* Few queries take little time between their products: loads would wait for what is asked for there at once. */
@@ -292,13 +302,15 @@ int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, cons
         asked.count = asked.done = 0;
         ask_for_keys(shape, &groups, memory, &coming, &asked);
         ask_for_values(shape, &groups, memory, &last, &asked);
-        soften_products(shape, head, first, &these, keys->scales, shares, memory, ahead, coming_lines, &asked);
+        if (count == KEYS)
+            soften_products(shape, head, first, KEYS, &these, keys->scales, shares, memory, ahead, coming_lines, &asked);
+        else
+            soften_products(shape, head, first, count, &these, keys->scales, shares, memory, ahead, coming_lines, &asked);
         add_gains(shape, memory, &last);
         join_rounds(memory, &these, unit);
         last = these;
         these = coming;
     }
-    return 1;
 }
 
 void rz_turn_sums(const rz_attention_shape *shape, rz_attention_memory *memory, int begin, int end, int turned)

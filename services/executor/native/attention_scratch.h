@@ -56,10 +56,10 @@ RZ_INLINE int row_of(const head_part *head, int query)
     return (query - head->first_query) / head->part.heads;
 }
 
-/* Keys [first, first + KEYS), all kept as codes of int8, for queries [begin, end) of a KV head, which see all of them but
- * for what a window leaves out. 0 where they are not. */
-int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int begin, int end,
-                    int first, rz_attention_memory *memory, rz_upcoming *ahead);
+/* Keys [first, first + count), KEYS at most, all kept as codes of int8, for queries [begin, end) of a KV head, which see all
+ * of them but for what a window leaves out. */
+void rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int begin, int end,
+                     int first, int count, rz_attention_memory *memory, rz_upcoming *ahead);
 
 /* Brings the sums of queries [begin, end) into the order that is asked for. */
 void rz_turn_sums(const rz_attention_shape *shape, rz_attention_memory *memory, int begin, int end, int turned);

@@ -132,7 +132,7 @@ RZ_INLINE void add_products(i32 *sum, const int are_lines, bytes digits, bytes c
 RZ_INLINE void digits_block(const digit_product *product, const int are_lines, const int row, const int rows, const int vector,
                             const int vectors)
 {
-    const int runs = are_lines ? QUARTERS : 1, quads = are_lines ? LANES / 4 : product->quads;
+    const int runs = are_lines ? product->count : 1, quads = are_lines ? LANES / 4 : product->quads;
     const long stride = product->stride, step = are_lines ? QUAD : QUAD_BYTES;
     const uint8_t *digits = product->digits + 2 * row * stride;
     i32 upper[MOST_NUMBERS][QUARTERS], lower[MOST_NUMBERS][QUARTERS];
@@ -176,28 +176,31 @@ RZ_INLINE void digits_block(const digit_product *product, const int are_lines, c
         }
 }
 
-RZ_INLINE void multiply_all(const digit_product *product, const int are_lines)
+/* The first `vectors` of columns, `at_once` at once. */
+RZ_INLINE void multiply_all(const digit_product *product, const int are_lines, const int vectors, const int at_once)
 {
-    enum { AT_ONCE = VECTORS == 32 ? QUARTERS : QUARTERS / 2 };
-    for (int v = 0; v < QUARTERS; v += AT_ONCE) {
+    for (int v = 0; v < vectors; v += at_once) {
         int row = 0;
 #if VECTORS == 32
         for (; product->rows - row >= 3 && product->rows - row != 4; row += 3)
-            digits_block(product, are_lines, row, 3, v, AT_ONCE);
+            digits_block(product, are_lines, row, 3, v, at_once);
         for (; product->rows - row >= 2; row += 2)
-            digits_block(product, are_lines, row, 2, v, AT_ONCE);
+            digits_block(product, are_lines, row, 2, v, at_once);
 #endif
         for (; row < product->rows; row++)
-            digits_block(product, are_lines, row, 1, v, AT_ONCE);
+            digits_block(product, are_lines, row, 1, v, at_once);
     }
 }
 
 static __attribute__((noinline)) void multiply_in_lanes(const digit_product *product)
 {
-    if (product->quads)
-        multiply_all(product, 0);
+    enum { HALF = QUARTERS / 2, AT_ONCE = VECTORS == 32 ? QUARTERS : HALF };
+    if (!product->quads)
+        multiply_all(product, 1, QUARTERS, AT_ONCE);
+    else if (product->count <= HALF)
+        multiply_all(product, 0, HALF, HALF);
     else
-        multiply_all(product, 1);
+        multiply_all(product, 0, QUARTERS, AT_ONCE);
 }
 
 #if defined(__AMX_INT8__)

@@ -84,6 +84,7 @@ typedef struct {
     const uint8_t *digits;
     long stride;
     const int8_t *const *groups;  /* [QUARTERS]; for tiles, groups as lines are GROUP_COLUMNS apart */
+    int count;                    /* of groups whose products are asked for, or whose digits are not zeros */
     long offset;                  /* in each group */
     digit_sums *sums;
     rz_upcoming *ahead;           /* what is asked for meanwhile, UPCOMING_OF_QUAD lines for each quad; or NULL */

@@ -36,10 +36,10 @@ DISABLE = "RYZANSTEIN_NATIVE_KERNELS"  # environment variable; `0` turns the ker
 LEVEL = "RYZANSTEIN_CPU_LEVEL"  # environment variable: the level where `choose_level` was told none
 # Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
 # have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
-# multiplies int8 codes as integers. 3: activations share a scale over what an upper one of the weight's covers. 4: sums
-# of attention over bf16 keys are scaled by the kernels' own exponentials. 5: these are of another polynomial. 6: tokens
-# are drawn by them. 7: AMX sums rows of fp8 before it scales them.
-ARITHMETIC = 7
+# multiplies int8 codes as integers; 8: all before a row's own block. 3: activations share a scale over what an upper
+# one of the weight's covers. 4: sums of attention over bf16 keys are scaled by the kernels' own exponentials. 5: these
+# are of another polynomial. 6: tokens are drawn by them. 7: AMX sums rows of fp8 before it scales them.
+ARITHMETIC = 8
 
 # What a step's time is spent on, as `decoder.h` numbers it.
 PARTS = (

@@ -161,7 +161,8 @@ static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
     for (int row = 0; row < rows; row++) {
         const int first = row - row % NUMBERS_AT_ONCE;
         const digit_product product = { rows - row < NUMBERS_AT_ONCE ? rows - row : NUMBERS_AT_ONCE, quads,
-                                        of->digits + 2L * row * STRIDE, STRIDE, groups, 0, &of->digit_sums, NULL };
+                                        of->digits + 2L * row * STRIDE, STRIDE, groups, QUARTERS, 0, &of->digit_sums,
+                                        NULL };
         waiting_quarter last = { 0 };
         for (int quarter = 0; quarter < QUARTERS && row == first; quarter++)
             rz_multiply_quarter(&product, quarter, &last);
