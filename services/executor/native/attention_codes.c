@@ -17,7 +17,7 @@ enum { GROUPS = KEYS / LANES };
 
 /* The codes of a round's keys or values. */
 typedef struct {
-    const int8_t *groups[GROUPS]; /* each of LANES lines that follow each other; behind the last one the first again */
+    const int8_t *groups[GROUPS]; /* each of LANES lines that follow each other */
     float scales[KEYS];           /* behind the last one zeros */
     float largest; /* of the scales */
     float nothing; /* 0; NaN where a scale is no finite number */
@@ -63,34 +63,32 @@ static void find_codes(const rz_attention_shape *shape, const rz_cache *cache, c
                         cache->scales[plane], (int8_t *)memory->decoded[which]);
         key += here;
     }
-    for (int which = 0; which < shape->lines; which++)
-        for (int group = (count + LANES - 1) / LANES; group < GROUPS; group++)
-            lines[which].groups[group] = lines[which].groups[0];
 }
 
 /* What of a round is multiplied, and where: groups of its keys, as columns, and of its values, as lines. */
 typedef struct {
     const int8_t *keys[QUARTERS], *values[QUARTERS];
     long values_ahead; /* from COLUMNS values of a group to the next */
-    int count;
+    int count;         /* behind the last one the first stands again */
 } round_groups;
 
 _Static_assert((int)GROUPS == (int)QUARTERS, "a round's keys are the columns of a product");
 
 /* Values as the cache keeps them, side by side. */
-static void gather_values(const rz_attention_shape *shape, const coded_lines *values, int8_t *packed)
+static void gather_values(const rz_attention_shape *shape, const coded_lines *values, int count, int8_t *packed)
 {
-    for (int column = 0; column < shape->value_dim; column += COLUMNS)
-        for (int group = 0; group < GROUPS; group++, packed += GROUP_COLUMNS)
-            memcpy(packed, values->groups[group] + column * LANES, GROUP_COLUMNS);
+    for (int column = 0; column < shape->value_dim; column += COLUMNS, packed += GROUPS * GROUP_COLUMNS)
+        for (int group = 0; group < count; group++)
+            memcpy(packed + group * GROUP_COLUMNS, values->groups[group] + column * LANES, GROUP_COLUMNS);
 }
 
-static void pack_values_of(const rz_attention_shape *shape, const coded_lines *values, int8_t *packed, rz_upcoming *ahead)
+static void pack_values_of(const rz_attention_shape *shape, const coded_lines *values, int count, int8_t *packed,
+                           rz_upcoming *ahead)
 {
-    for (int column = 0; column < shape->value_dim; column += COLUMNS)
-        for (int group = 0; group < GROUPS; group++, packed += GROUP_COLUMNS) {
+    for (int column = 0; column < shape->value_dim; column += COLUMNS, packed += GROUPS * GROUP_COLUMNS)
+        for (int group = 0; group < count; group++) {
             pull(ahead, 16);
-            rz_pack_as_lines(packed, values->groups[group], column, shape->value_dim);
+            rz_pack_as_lines(packed + group * GROUP_COLUMNS, values->groups[group], column, shape->value_dim);
         }
 }
 
@@ -100,7 +98,7 @@ static void find_groups(const rz_attention_shape *shape, const rz_cache *cache, 
 {
     const int d = shape->key_dim, padded = (d + COLUMNS - 1) / COLUMNS * COLUMNS;
     const int copied = !cache->in_groups || rz_has_digit_tiles();
-    for (int group = 0; group < GROUPS; group++) { /* those behind the last one are multiplied by zeros */
+    for (int group = 0; group < found->count; group++) {
         found->keys[group] = keys->groups[group];
         found->values[group] = copied ? memory->packed_values + group * GROUP_COLUMNS : values->groups[group];
         if (!cache->in_groups) {
@@ -111,11 +109,15 @@ static void find_groups(const rz_attention_shape *shape, const rz_cache *cache, 
             found->keys[group] = packed;
         }
     }
+    for (int group = found->count; group < GROUPS; group++) {
+        found->keys[group] = found->keys[0];
+        found->values[group] = found->values[0];
+    }
     found->values_ahead = copied ? GROUPS * GROUP_COLUMNS : GROUP_COLUMNS;
     if (!cache->in_groups)
-        pack_values_of(shape, values, memory->packed_values, ahead);
+        pack_values_of(shape, values, found->count, memory->packed_values, ahead);
     else if (copied)
-        gather_values(shape, values, memory->packed_values);
+        gather_values(shape, values, found->count, memory->packed_values);
 }
 
 /* Products of one query become scores of `count` keys, of which the first `unseen` have none. Returns the largest of
@@ -302,7 +304,7 @@ void rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, con
         asked.count = asked.done = 0;
         ask_for_keys(shape, &groups, memory, &coming, &asked);
         ask_for_values(shape, &groups, memory, &last, &asked);
-        if (count == KEYS)
+        if (count == KEYS) /* most: with loops of a known length */
             soften_products(shape, head, first, KEYS, &these, keys->scales, shares, memory, ahead, coming_lines, &asked);
         else
             soften_products(shape, head, first, count, &these, keys->scales, shares, memory, ahead, coming_lines, &asked);
