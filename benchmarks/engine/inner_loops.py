@@ -39,12 +39,12 @@ def _quantized(name: str, function: str, rows: int, multiply: int, held: float) 
 
 
 LOOPS = (
-    Loop("bf16", "block_1", 1, 2 * PANEL, 8, 64),  # a turn is two inputs
+    Loop("bf16", "lines_1", 1, 4 * PANEL, 16, 48),  # a turn is four inputs
     _quantized("Q8_0", "slab_1_8_0_BY_BLOCKS_0", 1, 64, 34),
     _quantized("Q6_K", "span_1_6_0_BY_HALVES", 1, 48, 26.25),
     _quantized("Q4_K", "span_1_4_0_BY_BLOCKS", 1, 36, 18),
     _quantized("Q4_0", "slab_1_4_0_BY_BLOCKS_0", 1, 36, 18),
-    Loop("bf16", "block_6", 6, 6 * 2 * LANES, 24, 64),
+    Loop("bf16", "block_6", 6, 6 * 2 * LANES, 24, 48),  # a turn is two, unpacked before
     _quantized("Q8_0", "slab_4_8_0_BY_BLOCKS_0", 4, 128, 34),
     _quantized("Q6_K", "span_4_16_0_BY_HALVES", 4, 96, 26.25),
     _quantized("Q4_K", "span_4_14_0_BY_BLOCKS", 4, 72, 18),

@@ -27,6 +27,7 @@ from services.executor.native.library import RzModel, load_library
 OUTPUTS, INPUTS = 11264, 2048  # gate and up of a model of 1.1B parameters
 ROWS = (1, 2, 4, 16, 64, 256)
 PYTORCH = "float32, PyTorch"  # by oneDNN or MKL
+PLAIN = "bf16, its exponents as they are"
 COPIES_OF = 160 << 20  # bytes of each format that take turns at few rows: more than the caches hold
 
 
@@ -52,9 +53,11 @@ def formats(outputs: int = OUTPUTS, inputs: int = INPUTS) -> Iterator[tuple[str,
 class Products:
     """Packed copies of one weight."""
 
-    def __init__(self, library: Any, decoder: Any, weight: Weight, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, library: Any, decoder: Any, weight: Weight, pool: ThreadPoolExecutor, plain: bool = False
+    ) -> None:
         self._library, self._decoder = library, decoder
-        self._linear = PackedLinear.of(library, one_after_another([(weight, None)]), pool, 2)
+        self._linear = PackedLinear.of(library, one_after_another([(weight, None)]), pool, 2, plain)
         self.nbytes = self._linear.nbytes
         self._memory = [self._linear.packed]
         while len(self._memory) * self.nbytes < COPIES_OF:
@@ -79,8 +82,10 @@ def products(threads: int, rounds: int) -> Sheet:
     if library is None:
         raise typer.Exit(1)
     decoder = library.rz_decoder_new(ctypes.byref(RzModel()), threads, None)
+    weights = dict(formats())
     with ThreadPoolExecutor(threads) as pool:
-        products = {name: Products(library, decoder, weight, pool) for name, weight in formats()}
+        products = {name: Products(library, decoder, weight, pool) for name, weight in weights.items()}
+        products[PLAIN] = Products(library, decoder, weights["bf16"], pool, plain=True)
     plain = torch.randn(OUTPUTS, INPUTS)
     sizes = {name: made.nbytes for name, made in products.items()} | {PYTORCH: plain.nbytes}
     best: dict[str, list[float]] = {name: [] for name in sizes}

@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_286,  # all of it read again: -2,491; to come: 112,000
-    ("benchmarks",): 14_112,  # the same: -73; to come: 13,000
-    ("tests",): 149_014,  # the same: -1,578; to come: 120,000
+    ("services", "shared"): 137_328,  # bf16 in 12 bits: +42; to come: 112,000
+    ("benchmarks",): 14_117,  # the same: +5; to come: 13,000
+    ("tests",): 149_144,  # the same: +130; to come: 120,000
 }
 
 

@@ -1,4 +1,5 @@
-"""A linear layer packed for the native kernels: bf16 as in `native/gemm.h`, quantized as in `native/quantized.h`.
+"""A linear layer packed for the native kernels: bf16 as in `native/short_exponents.h`, or as in `native/gemm.h` where
+that does not fit or pay; quantized as in `native/quantized.h`.
 
 Linears that are computed as one (queries, keys and values; gate and up) are joined row by row where their weights have
 one format. Queries, keys and values of several formats follow each other as linears of their own; gate and up, which
@@ -17,7 +18,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.executor.cpu.quantized import PANEL, PackedFormat, format_of, pack_rows, servable
+from services.executor.cpu.quantized import PANEL, PackedFormat, format_of, pack_rows, servable, short_exponents
 from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight
@@ -129,18 +130,21 @@ class PackedLinear:
     bias: Tensor | None  # float32 [outputs, rounded up to whole panels]
     outputs: int
     inputs: int
-    form: PackedFormat | None = None  # of a quantized weight
+    form: PackedFormat | None = None  # None: bf16 as it is
     permutation: Tensor | None = None  # int32 [columns], of a quantized weight
     next: "PackedLinear | None" = None  # the outputs behind these, of another format
     sources: list[SourceRows] = field(default_factory=list)  # of its outputs; of experts those of each
 
     @classmethod
-    def of(cls, library: Any, pieces: list[PackedSegment], pool: Executor, threads: int) -> "PackedLinear":
-        """Packs with `threads` threads of `pool`."""
+    def of(
+        cls, library: Any, pieces: list[PackedSegment], pool: Executor, threads: int, plain: bool = False
+    ) -> "PackedLinear":
+        """Packs with `threads` threads of `pool`. `plain`: bf16 keeps its exponents as they are."""
         linear: PackedLinear | None = None
         for part in reversed(_of_one_format(pieces)):
             make = _pack_bf16 if isinstance(part[0].weight, Tensor) else _pack_quantized
-            linear = replace(make(library, part, pool, threads), next=linear)
+            made = make(library, part, pool, threads)
+            linear = replace(made if plain else _shortened(library, made, pool, threads), next=linear)
         assert linear is not None, "a linear has rows"
         return linear
 
@@ -160,7 +164,8 @@ class PackedLinear:
             made.append(make(library, part, pool, threads, room[number * size :][:size]))
         biases = [linear.bias for linear in made if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        return replace(first, packed=room, bias=bias, outputs=len(each) * first.outputs)
+        whole = replace(first, packed=room, bias=bias, outputs=len(each) * first.outputs)
+        return _shortened(library, whole, pool, threads)
 
     @property
     def parts(self) -> list["PackedLinear"]:
@@ -257,6 +262,29 @@ def _pack_bf16(
     for job in [pool.submit(_pack, library, part, packed) for part in jobs]:
         job.result()
     return PackedLinear(packed, _joined_bias(pieces, outputs), outputs, inputs, sources=_sources_of(pieces))
+
+
+def has_short_exponents(library: Any) -> bool:
+    """Whether bf16 weights are kept in 12 bits at the library's level. AMX multiplies what it reads from memory, and
+    would have to wait for it to be unpacked."""
+    return library.level != "amx"
+
+
+def _shortened(library: Any, linear: PackedLinear, pool: Executor, threads: int) -> PackedLinear:
+    """The same weights in 12 bits each, where they are bf16 whose exponents allow it."""
+    size = library.rz_short_exponents_panel_bytes(linear.inputs)
+    if linear.form is not None or not size or not has_short_exponents(library):
+        return linear
+    panels = -(-linear.outputs // PANEL)
+    packed = fresh(panels * size)
+    step = -(-panels // threads)
+    places = (packed.data_ptr(), linear.packed.data_ptr(), linear.inputs)
+    jobs = [
+        pool.submit(library.rz_short_exponents_pack, *places, first, min(first + step, panels))
+        for first in range(0, panels, step)
+    ]
+    fits = [job.result() for job in jobs]
+    return replace(linear, packed=packed, form=short_exponents(linear.inputs)) if all(fits) else linear
 
 
 def _pack(library: Any, piece: PackedSegment, packed: Tensor) -> None:

@@ -241,12 +241,11 @@ class PackedLatent:
     @classmethod
     def of(cls, latent: Latent, packer: "_Packer") -> "PackedLatent":
         """`latent` without its weights, which it lets go of."""
-        pack_linear = packer.linear
         packed = cls(
             shape=latent.shape,
             query_b=None if latent.query_b is None else packer.whole(latent.query_b),
-            keys=pack_linear(one_after_another([(latent.of_keys, None)])),
-            values=pack_linear(one_after_another([(latent.of_values, None)])),
+            keys=packer.linear(one_after_another([(latent.of_keys, None)]), plain=True),
+            values=packer.linear(one_after_another([(latent.of_values, None)]), plain=True),
             norms=latent.norms,
             module=packer.names[latent.weight],
         )
@@ -379,8 +378,8 @@ class _Packer:
     threads: int
     names: dict[nn.Module, str]  # of the model's modules
 
-    def linear(self, pieces: list[Any]) -> PackedLinear:
-        return PackedLinear.of(self.library, pieces, self.pool, self.threads)
+    def linear(self, pieces: list[Any], plain: bool = False) -> PackedLinear:
+        return PackedLinear.of(self.library, pieces, self.pool, self.threads, plain)
 
     def source(self, module: nn.Module, first: int = 0) -> OutputSource:
         return OutputSource(self.names[module], first)

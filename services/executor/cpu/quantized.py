@@ -1,4 +1,5 @@
-"""Quantized weights as the native kernels read them: see `native/quantized.h`."""
+"""Weights that are not plain bf16 as the native kernels read them: see `native/quantized.h` and
+`native/short_exponents.h`."""
 
 import ctypes
 import math
@@ -21,7 +22,7 @@ _WIDEST_GROUP = 512
 # As `decoder.h` numbers them.
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 _NONE, _MINIMUMS, _ZEROS = 0, 1, 2
-_E4M3, _FLOAT_TABLE = 1, 2
+_E4M3, _FLOAT_TABLE, _SHORT_EXPONENTS = 1, 2, 3
 
 
 class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +65,11 @@ def format_of(weight: QuantizedRows) -> PackedFormat:
         table=_bits_of(weight.floats) if floats == _FLOAT_TABLE else weight.table,
         floats=floats,
     )
+
+
+def short_exponents(columns: int) -> PackedFormat:
+    """bf16 in 12 bits: see `native/short_exponents.h`."""
+    return PackedFormat(12, columns, 0, 0, 0, 0, _NONE, 0, (), _SHORT_EXPONENTS)
 
 
 def _bits_of(values: tuple[float, ...]) -> tuple[int, ...]:

@@ -26,10 +26,11 @@ import structlog
 
 from services.executor.core.settings import packed_name
 from services.executor.cpu.packed_file import Damaged, PackedFile, Progress, write
+from services.executor.cpu.packed_linear import has_short_exponents
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.model.model_facts import ModelFacts
-from services.executor.native.library import library_file
+from services.executor.native.library import library_file, load_library
 from shared.model_store import packed
 
 log = structlog.get_logger(__name__)
@@ -61,7 +62,7 @@ class WeightCache:
         share = [*share]
         self._model = model
         self._name = packed_name(model, share)
-        self._identity = _digest(repr(share), _of_files(model), *_of_code())
+        self._identity = _digest(repr(share), _of_files(model), *_of_code(), repr(_keeps_short_exponents()))
 
     def find(self) -> PackedFile | None:
         """The file, where there is one of this model as it is now; to be closed."""
@@ -247,6 +248,12 @@ def _of_code() -> tuple[str, ...]:
     library = library_file()
     kernels = repr((library.stat().st_size, library.stat().st_mtime_ns) if library else None)
     return digest, kernels, *map(_version, ("torch", "transformers"))
+
+
+def _keeps_short_exponents() -> bool:
+    """Of the level that is computed at."""
+    library = load_library()
+    return library is not None and has_short_exponents(library)
 
 
 def _version(package: str) -> str:

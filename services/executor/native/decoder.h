@@ -22,11 +22,11 @@
 
 enum { RZ_F32, RZ_F16, RZ_BF16, RZ_U8, RZ_I8 }; /* types of scales */
 enum { RZ_NO_MINIMUMS, RZ_MINIMUMS, RZ_ZEROS };
-enum { RZ_NO_FLOATS, RZ_E4M3, RZ_FLOAT_TABLE };
+enum { RZ_NO_FLOATS, RZ_E4M3, RZ_FLOAT_TABLE, RZ_SHORT_EXPONENTS };
 
 /* How a quantized weight is packed: see quantized.h. */
 typedef struct {
-    int32_t bits;    /* 2, 3, 4, 5, 6 or 8; 0: the weight is bf16, and nothing below counts */
+    int32_t bits;    /* 2, 3, 4, 5, 6 or 8, or 12 with RZ_SHORT_EXPONENTS; 0: the weight is bf16, and nothing below counts */
     int32_t columns; /* of codes: the inputs, or what the permutation makes of them */
     int32_t group;   /* columns of a scale: 16, 32, 64, 128, 256 or 512; 0: all */
     int32_t per;     /* groups of a scale of scales; 0: there are none */
@@ -35,7 +35,7 @@ typedef struct {
     int32_t offset;   /* that codes have; nothing where there is a table */
     int32_t has_table;
     int8_t table[16];
-    int32_t floats;           /* what codes of 4 or 8 bits stand for, where it is bf16: see float_codes.h */
+    int32_t floats;           /* what codes stand for, where it is bf16: see float_codes.h; or bf16 itself: short_exponents.h */
     uint16_t float_table[16]; /* with RZ_FLOAT_TABLE */
     const int32_t *permutation; /* [columns]: the input of each; -1: none; or NULL */
 } rz_format;

@@ -293,6 +293,8 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_prove": (c_int, []),
     "rz_packed_bytes": (c_size_t, [c_long, c_long]),
     "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
+    "rz_short_exponents_panel_bytes": (c_size_t, [c_long]),
+    "rz_short_exponents_pack": (c_int, [c_void_p, c_void_p, c_long, c_long, c_long]),
     "rz_quantized_bytes": (c_size_t, [POINTER(RzFormat), c_long]),
     "rz_quantized_pack": (None, [c_void_p, POINTER(RzFormat), POINTER(RzCodes), c_long, c_long]),
     "rz_block_codes": (None, [c_int, c_void_p, *[c_long] * 4, *[c_void_p] * 5]),

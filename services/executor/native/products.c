@@ -6,6 +6,7 @@
 #include "gemm.h"
 #include "largest.h"
 #include "quantized.h"
+#include "short_exponents.h"
 
 /* One of the linears whose outputs follow each other, or an expert's share of one. */
 typedef struct {
@@ -218,7 +219,9 @@ static void multiply_quantized(const segment *part, piece at, int thread)
     } else {
         const long stride = TURNS == 1 ? stride_of(part->job) : part->apart;
         const operand *x = TURNS == 1 ? (const operand *)part->job->x : part->operands;
-        rz_float_codes_panel(&linear->format, here, coming, x + at.first * stride, stride, at.rows, sums);
+        const int shortened = linear->format.floats == RZ_SHORT_EXPONENTS;
+        (shortened ? rz_short_exponents_panel : rz_float_codes_panel)(&linear->format, here, coming, x + at.first * stride,
+                                                                      stride, at.rows, sums);
     }
     if (part->added)
         expand_rows(part, at, sums);

@@ -2,9 +2,12 @@
 #include <string.h>
 
 #include "quantized_layout.h"
+#include "short_exponents.h"
 
 size_t rz_quantized_panel_bytes(const rz_format *format)
 {
+    if (format->floats == RZ_SHORT_EXPONENTS)
+        return rz_short_exponents_panel_bytes(format->columns);
     const places at = places_of(format, NULL);
     const size_t blocks = (size_t)blocks_of(format), pieces = (blocks + PIECE - 1) / PIECE;
     /* The first head is before the codes already. */

@@ -9,6 +9,7 @@
 #include "float_codes.h"
 #include "gemm.h"
 #include "quantized_layout.h"
+#include "short_exponents.h"
 #include "state.h"
 
 enum { SPAN_BLOCKS = PIECE, SPAN_COLUMNS = SPAN_BLOCKS * BLOCK };
@@ -128,20 +129,23 @@ static void unpack_float_panel(const rz_format *format, const uint8_t *panel, co
 }
 
 /* As unpack_panel, of bf16: [pairs of columns][PANEL][2], 16 lines of which, transposed, are 32 columns of 16 outputs. */
-static void unpack_plain_panel(const uint8_t *packed, long inputs, const long *lanes, long rows, long to_row,
-                               const destination *to)
+static void unpack_bf16_panel(const rz_format *format, const uint8_t *packed, long inputs, const long *lanes, long rows,
+                              long to_row, const destination *to)
 {
     enum { SPAN_PAIRS = SPAN_COLUMNS / 2 };
-    const bf16 *panel = (const bf16 *)packed;
+    _Alignas(LINE_BYTES) bf16 span[SPAN_COLUMNS * PANEL]; /* of short exponents */
     const long pairs = (inputs + 1) / 2;
     _Alignas(LINE_BYTES) int32_t outputs[PANEL * SPAN_PAIRS];
     for (long first = 0; first < pairs; first += SPAN_PAIRS) {
         const long some = pairs - first < SPAN_PAIRS ? pairs - first : SPAN_PAIRS, column = first * 2;
+        const bf16 *panel = format->bits ? span : (const bf16 *)packed + column * PANEL;
+        if (format->bits)
+            rz_short_exponents_span(packed, inputs, column, column + some * 2, span);
         for (long pair = 0; pair < some; pair += LANES)
             for (long side = lanes[0] / LANES; side <= lanes[rows - 1] / LANES; side++) {
                 const bf16 *lines[LANES]; /* behind the last pair, that one */
                 for (long i = 0; i < LANES; i++)
-                    lines[i] = panel + ((first + least(pair + i, some - 1)) * PANEL + side * LANES) * 2;
+                    lines[i] = panel + (least(pair + i, some - 1) * PANEL + side * LANES) * 2;
                 transpose_pairs(lines, 0, outputs + side * LANES * SPAN_PAIRS + pair, SPAN_PAIRS);
             }
         const long count = least(inputs - column, some * 2);
@@ -162,11 +166,11 @@ void rz_unpack_rows(void *rows, int is_float, long stride, const rz_format *form
             lanes[count] = output_of(row + count, first, run, step) % PANEL;
             count++;
         }
-        if (format->bits)
-            (format->floats ? unpack_float_panel : unpack_panel)(format, packed + (size_t)panel * bytes, lanes, count,
-                                                                 row - begin, &to);
+        const uint8_t *from = packed + (size_t)panel * bytes;
+        if (!format->bits || format->floats == RZ_SHORT_EXPONENTS)
+            unpack_bf16_panel(format, from, inputs, lanes, count, row - begin, &to);
         else
-            unpack_plain_panel(packed + (size_t)panel * bytes, inputs, lanes, count, row - begin, &to);
+            (format->floats ? unpack_float_panel : unpack_panel)(format, from, lanes, count, row - begin, &to);
         row += count;
     }
 }

@@ -103,6 +103,10 @@
 #define rz_shrink_bytes RZ_OF_LEVEL(rz_shrink_bytes)
 #define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
 #define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
+#define rz_short_exponents_pack RZ_OF_LEVEL(rz_short_exponents_pack)
+#define rz_short_exponents_panel RZ_OF_LEVEL(rz_short_exponents_panel)
+#define rz_short_exponents_panel_bytes RZ_OF_LEVEL(rz_short_exponents_panel_bytes)
+#define rz_short_exponents_span RZ_OF_LEVEL(rz_short_exponents_span)
 #define rz_store_numbers RZ_OF_LEVEL(rz_store_numbers)
 #define rz_score_few RZ_OF_LEVEL(rz_score_few)
 #define rz_spans_panel RZ_OF_LEVEL(rz_spans_panel)
@@ -159,6 +163,7 @@
 #include "../recurrent.c"
 #include "../residual.c"
 #include "../sampling.c"
+#include "../short_exponents.c"
 #include "../spans.c"
 #include "../sparse.c"
 #include "../tail.c"

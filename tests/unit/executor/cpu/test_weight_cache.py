@@ -198,6 +198,13 @@ def test_other_code_packs_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache_of(tmp_path, model).find() is None
 
 
+def test_a_level_without_short_exponents_packs_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tmp_path / "model")
+    kept(tmp_path, model)
+    monkeypatch.setattr(weight_cache, "has_short_exponents", lambda library: False)
+    assert cache_of(tmp_path, model).find() is None
+
+
 def test_another_users_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(tmp_path / "model")
     file = kept(tmp_path, model)

@@ -215,6 +215,45 @@ static void check_panels(long inputs)
     rz_end_products();
 }
 
+/* bf16 in 12 bits, against the same as it is: a few weights have exponents of their own. */
+static void check_short_exponents(long inputs)
+{
+    enum { PANELS = 2, ROWS_TRIED = 27 };
+    const long panel = inputs * PANEL;
+    const size_t bytes = rz_short_exponents_panel_bytes(inputs);
+    const rz_format format = { .bits = 12, .columns = (int32_t)inputs, .floats = RZ_SHORT_EXPONENTS };
+    bf16 *packed = room((size_t)(PANELS * panel) * 2), *span = room((size_t)panel * 2), *row = room((size_t)inputs * 2);
+    operand *x = room((size_t)(ROWS_TRIED * inputs) * sizeof *x);
+    uint8_t *shortened = room(PANELS * bytes);
+    float one[ROWS_TRIED * PANEL], all[ROWS_TRIED * PANEL];
+    for (long i = 0; i < PANELS * panel; i++)
+        packed[i] = to_bf16_of(draw_float() * (i % 901 == 7 ? 1e-30f : i % 901 == 9 ? 1e30f : i % 901 == 300 ? 0 : 1));
+    for (long i = 0; i < ROWS_TRIED * inputs; i++) {
+        const bf16 value = to_bf16_of(draw_float());
+        widen(x + i, &value, 1);
+    }
+    must(rz_short_exponents_pack(shortened, packed, inputs, 0, PANELS), "short exponents have room");
+    for (int i = 0; i < PANELS; i++) {
+        const uint8_t *from = shortened + i * bytes;
+        const bf16 *plain = packed + i * panel;
+        for (long first = 0; first < inputs; first += 128) {
+            const long end = first + 128 < inputs ? first + 128 : inputs;
+            rz_short_exponents_span(from, inputs, first, end, span);
+            must(!memcmp(span, plain + first * PANEL, (size_t)((end - first) * PANEL) * 2), "a span of short exponents");
+        }
+        rz_unpack_row(row, plain, 17, inputs);
+        rz_unpack_rows(span, 0, inputs, &format, from, inputs, 17, 1, 1, 0, 1);
+        must(!memcmp(span, row, (size_t)inputs * 2), "a row of short exponents");
+        for (int each = 0; each < ROWS_TRIED; each++)
+            rz_tile_operands(1, x + each * inputs, inputs, plain, inputs / 2, one + each * PANEL, PANEL, 0, NULL);
+        for (int rows = 1; rows <= ROWS_TRIED; rows++) {
+            rz_short_exponents_panel(&format, from, rows % 2 ? from : NULL, x, inputs, rows, all);
+            must(!memcmp(all, one, (size_t)(rows * PANEL) * sizeof *all), "products with short exponents");
+        }
+    }
+    rz_end_products();
+}
+
 enum { QUANTIZED_OUTPUTS = 40, QUANTIZED_COLUMNS = 256, QUANTIZED_ROWS = 35 };
 
 /* Every row of products with a packed weight, however many there are. */
@@ -762,5 +801,7 @@ int main(int arguments, char **words)
     check_coded_attention(32, 24, 0);
     check_panels(64);
     check_panels(70);
+    check_short_exponents(64);
+    check_short_exponents(2300);
     return 0;
 }
