@@ -11,8 +11,8 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_328,  # bf16 in 12 bits: +42; to come: 112,000
-    ("benchmarks",): 14_117,  # the same: +5; to come: 13,000
+    ("services", "shared"): 137_325,  # bf16 in 12 bits: +39; to come: 112,000
+    ("benchmarks",): 14_124,  # the same: +12; to come: 13,000
     ("tests",): 149_144,  # the same: +130; to come: 120,000
 }
 

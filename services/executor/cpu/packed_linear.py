@@ -267,7 +267,7 @@ def _pack_bf16(
 def has_short_exponents(library: Any) -> bool:
     """Whether bf16 weights are kept in 12 bits at the library's level. AMX multiplies what it reads from memory, and
     would have to wait for it to be unpacked."""
-    return library.level != "amx"
+    return str(library.level) != "amx"
 
 
 def _shortened(library: Any, linear: PackedLinear, pool: Executor, threads: int) -> PackedLinear:
@@ -278,11 +278,8 @@ def _shortened(library: Any, linear: PackedLinear, pool: Executor, threads: int)
     panels = -(-linear.outputs // PANEL)
     packed = fresh(panels * size)
     step = -(-panels // threads)
-    places = (packed.data_ptr(), linear.packed.data_ptr(), linear.inputs)
-    jobs = [
-        pool.submit(library.rz_short_exponents_pack, *places, first, min(first + step, panels))
-        for first in range(0, panels, step)
-    ]
+    pack = partial(library.rz_short_exponents_pack, packed.data_ptr(), linear.packed.data_ptr(), linear.inputs)
+    jobs = [pool.submit(pack, first, min(first + step, panels)) for first in range(0, panels, step)]
     fits = [job.result() for job in jobs]
     return replace(linear, packed=packed, form=short_exponents(linear.inputs)) if all(fits) else linear
 

@@ -19,7 +19,7 @@ RZ_INLINE void block(const int rows, const int vectors, const operand *x, long l
     for (long pair = 0; pair < pairs; pair++) {
 #pragma GCC unroll 2
         for (int line = 0; line < vectors * WIDTH / LANES; line++)
-            __builtin_prefetch(ahead + 64 * line);
+            __builtin_prefetch(ahead + 64 * line, 0, 2);
         ahead += step;
 #pragma GCC unroll 2
         for (int turn = 0; turn < TURNS; turn++) {

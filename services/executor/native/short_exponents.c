@@ -5,12 +5,13 @@
 
 enum {
     LINE_COLUMNS = 4,
-    LINE_WEIGHTS = LINE_COLUMNS * PANEL,
+    PAIR_WEIGHTS = 2 * PANEL,
+    LINE_WEIGHTS = 2 * PAIR_WEIGHTS,
     SHORT_LINE = LINE_WEIGHTS + LINE_WEIGHTS / 2, /* bytes of a line */
-    SHORT_SPAN = 256, LONG_SPAN = 2048,           /* columns that are kept for other tiles: in the first cache, the second */
-    LONG_FROM = 20,                               /* rows: their sums are read and written once for each span */
+    SHORT_SPAN = 2048,                            /* columns that are kept for other tiles, in the second cache */
     COLUMNS_OF_PATCH = 16,                        /* for each so many there is room for one */
-    FRACTION = 0x7f, EXPONENT = 0x7f80,           /* bits of bf16 */
+    SIGN = 0x80, FRACTION = 0x7f,                 /* of a weight's byte */
+    EXPONENT = 0x7f80,                            /* of its bf16 */
     MOST_COLUMNS = 1 << 19, /* a patch has 24 bits for its weight */
 #if defined(__AMX_BF16__)
     ROWS_AS_UNPACKED = 0, /* rows that multiply what was just unpacked */
@@ -25,11 +26,16 @@ typedef struct {
     uint8_t unused[44];
 } short_head;
 
+/* Upper and lower byte of each exponent in its place in bf16. */
+typedef struct {
+    bytes upper, lower;
+} exponent_table;
+
 /* A panel while it is read from its first line on. */
 typedef struct {
     const uint8_t *lines;
     const uint32_t *patch, *last; /* the next one, and where they end */
-    bytes exponents; /* as look_up_exponents takes them */
+    exponent_table table;
     rz_ahead ahead;  /* of the panel that comes; a line is two pairs */
 } short_panel;
 
@@ -67,22 +73,30 @@ static void choose_exponents(const bf16 *weights, long count, uint8_t *exponents
 
 enum { NO_CODE = 16 };
 
+/* A byte of each of 64 weights, in the order of a line. */
+static void put_in_line(uint8_t *to, const uint8_t *from)
+{
+    for (int h = 0; h < 2; h++)
+        for (int q = 0; q < 4; q++)
+            memcpy(to + 16 * q + 8 * h, from + 32 * h + 8 * q, 8);
+}
+
 /* The line of `weights`, with code 0 for exponents that have none in `codes` [256]. Whether there are such. */
 static int pack_line(uint8_t *to, const bf16 *weights, const uint8_t *codes)
 {
-    uint8_t own[LINE_WEIGHTS], all = 0;
-    uint16_t words[PANEL];
+    uint8_t rest[LINE_WEIGHTS], own[LINE_WEIGHTS], laid[LINE_WEIGHTS], all = 0;
     for (int i = 0; i < LINE_WEIGHTS; i++)
-        to[i] = (uint8_t)((weights[i] >> 8 & 0x80) | (weights[i] & FRACTION));
+        rest[i] = (uint8_t)((weights[i] >> 8 & SIGN) | (weights[i] & FRACTION));
     for (int i = 0; i < LINE_WEIGHTS; i++)
         own[i] = codes[weights[i] >> 7 & 0xff];
     for (int i = 0; i < LINE_WEIGHTS; i++)
         all |= own[i];
-    for (int i = 0; i < LINE_WEIGHTS; i++)
-        own[i] &= NO_CODE - 1;
-    for (int i = 0; i < PANEL; i++)
-        words[i] = (uint16_t)(own[i] | own[PANEL + i] << 4 | own[2 * PANEL + i] << 8 | own[3 * PANEL + i] << 12);
-    memcpy(to + LINE_WEIGHTS, words, sizeof words);
+    for (int pair = 0; pair < LINE_WEIGHTS; pair += PAIR_WEIGHTS) {
+        put_in_line(to + pair, rest + pair);
+        put_in_line(laid + pair, own + pair);
+    }
+    for (int i = 0; i < PAIR_WEIGHTS; i++)
+        to[LINE_WEIGHTS + i] = (uint8_t)((laid[i] & (NO_CODE - 1)) | laid[PAIR_WEIGHTS + i] << 4);
     return all & NO_CODE;
 }
 
@@ -125,35 +139,14 @@ int rz_short_exponents_pack(uint8_t *to, const bf16 *packed, long columns, long 
 
 /* --- unpacking --- */
 
-RZ_INLINE bytes exponents_of(const short_head *head)
+RZ_INLINE exponent_table exponent_table_of(const uint8_t *exponents)
 {
-#if defined(LOOKS_UP_WORDS)
-    uint16_t words[32];
-    for (int i = 0; i < 32; i++)
-        words[i] = (uint16_t)(head->exponents[i % 16] << 7);
-    return bytes_load(words);
-#else
-    return bytes_repeat16(head->exponents);
-#endif
-}
-
-/* Vector i: the exponents of nibble i of each word, in their place in bf16. */
-RZ_INLINE void look_up_exponents(bytes exponents, bytes codes, bytes *four)
-{
-#if defined(LOOKS_UP_WORDS)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        four[i] = bytes_look_up_words(exponents, i ? bytes_right(codes, 4 * i) : codes);
-#else
-    const uint16_t e = EXPONENT, masks[8] = { e, e, e, e, e, e, e, e };
-    const bytes mask = bytes_repeat16(masks);
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        const bytes two = bytes_look_up(exponents, bytes_and(i ? bytes_right(codes, 4) : codes, bytes_set1(15)));
-        four[i] = bytes_and(bytes_left(two, 7), mask);
-        four[i + 2] = bytes_and(bytes_right(two, 1), mask);
+    uint8_t upper[16], lower[16];
+    for (int i = 0; i < 16; i++) {
+        upper[i] = exponents[i] >> 1;
+        lower[i] = (uint8_t)(exponents[i] << 7);
     }
-#endif
+    return (exponent_table){ bytes_repeat16(upper), bytes_repeat16(lower) };
 }
 
 RZ_INLINE short_panel short_panel_of(const uint8_t *panel, long columns)
@@ -161,7 +154,7 @@ RZ_INLINE short_panel short_panel_of(const uint8_t *panel, long columns)
     const short_head *head = (const short_head *)panel;
     const uint32_t *patches = (const uint32_t *)(panel + sizeof *head);
     return (short_panel){ panel + sizeof *head + patches_room(columns), patches, patches + head->patches,
-                          exponents_of(head), { (const char *)panel, 0 } };
+                          exponent_table_of(head->exponents), { (const char *)panel, 0 } };
 }
 
 /* As much as a line has, at most, for the second cache: a panel and what comes would fill the first. */
@@ -173,15 +166,18 @@ RZ_INLINE void ask_for_line(rz_ahead *ahead)
     ahead->next += 2 * ahead->step;
 }
 
-RZ_INLINE void unpack_short_line(bytes exponents, const uint8_t *line, bytes *four)
+RZ_INLINE void unpack_short_line(const exponent_table *table, const uint8_t *line, bytes *four)
 {
-    const uint16_t r = (uint16_t)~EXPONENT, masks[8] = { r, r, r, r, r, r, r, r };
-    const bytes rest = bytes_repeat16(masks);
-    bytes own[4];
-    look_up_exponents(exponents, bytes_load(line + LINE_WEIGHTS), own);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        four[i] = bytes_and_or(bytes_load_widened(line + i * PANEL), rest, own[i]);
+    const bytes codes = bytes_load(line + LINE_WEIGHTS);
+#pragma GCC unroll 2
+    for (int pair = 0; pair < 2; pair++) {
+        const bytes rest = bytes_load(line + pair * PAIR_WEIGHTS);
+        const bytes code = bytes_and(pair ? bytes_right(codes, 4) : codes, bytes_set1(15));
+        const bytes lower = bytes_and_or(rest, bytes_set1(FRACTION), bytes_look_up(table->lower, code));
+        const bytes upper = bytes_and_or(rest, bytes_set1(SIGN), bytes_look_up(table->upper, code));
+        four[2 * pair] = bytes_zip_low(lower, upper);
+        four[2 * pair + 1] = bytes_zip_high(lower, upper);
+    }
 }
 
 RZ_INLINE void store_line(bf16 *to, const bytes *four)
@@ -209,12 +205,12 @@ static void patch_line(short_panel *at, long line, bf16 *weights)
 
 static void unpack_short_lines(short_panel *at, long first, long end, bf16 *to)
 {
-    const bytes exponents = at->exponents;
+    const exponent_table table = at->table;
     for (long line = first; line < end; line++, to += LINE_WEIGHTS) {
         const uint8_t *from = at->lines + line * SHORT_LINE;
         bytes four[4];
         ask_for_line(&at->ahead);
-        unpack_short_line(exponents, from, four);
+        unpack_short_line(&table, from, four);
         store_line(to, four);
         if (next_patched(at, end) == line)
             patch_line(at, line, to);
@@ -236,7 +232,7 @@ void rz_short_exponents_span(const uint8_t *panel, long columns, long first, lon
 RZ_INLINE void multiply_lines(const int rows, short_panel *at, const uint8_t *line, long lines, const operand *x,
                               long ldx, float *c, int add, bf16 *kept)
 {
-    const bytes exponents = at->exponents;
+    const exponent_table table = at->table;
     rz_ahead ahead = at->ahead;
     wide sums[ROWS_AS_UNPACKED][PANEL / WIDTH];
 #pragma GCC unroll 8
@@ -248,7 +244,7 @@ RZ_INLINE void multiply_lines(const int rows, short_panel *at, const uint8_t *li
         _Alignas(64) bf16 weights[LINE_WEIGHTS];
         bytes four[4];
         ask_for_line(&ahead);
-        unpack_short_line(exponents, line, four);
+        unpack_short_line(&table, line, four);
         if (kept) {
             store_line(kept, four);
             kept += LINE_WEIGHTS;
@@ -257,14 +253,19 @@ RZ_INLINE void multiply_lines(const int rows, short_panel *at, const uint8_t *li
 #pragma GCC unroll 2
         for (int pair = 0; pair < 2; pair++, x += 2)
 #pragma GCC unroll 2
-            for (int turn = 0; turn < TURNS; turn++)
+            for (int turn = 0; turn < TURNS; turn++) {
+                wide some[PANEL / WIDTH];
 #pragma GCC unroll 8
-                for (int v = 0; v < PANEL / WIDTH; v++) {
-                    const wide some = weights_of(weights + pair * 2 * PANEL + v * 2 * WIDTH, turn);
+                for (int v = 0; v < PANEL / WIDTH; v++)
+                    some[v] = weights_of(weights + pair * PAIR_WEIGHTS + v * 2 * WIDTH, turn);
 #pragma GCC unroll 8
-                    for (int row = 0; row < rows; row++)
-                        sums[row][v] = multiply_add(sums[row][v], operand_of(x + row * ldx, turn), some);
+                for (int row = 0; row < rows; row++) {
+                    const wide one = operand_of(x + row * ldx, turn);
+#pragma GCC unroll 8
+                    for (int v = 0; v < PANEL / WIDTH; v++)
+                        sums[row][v] = multiply_add(sums[row][v], one, some[v]);
                 }
+            }
     }
     at->ahead = ahead;
 #pragma GCC unroll 8
@@ -328,13 +329,15 @@ void rz_short_exponents_panel(const rz_format *format, const uint8_t *panel, con
                               long stride, long rows, float *sums)
 {
     enum { AT_ONCE = ROWS_AS_UNPACKED ? MOST_AT_ONCE : TILE_ROWS };
-    _Alignas(64) bf16 weights[LONG_SPAN * PANEL];
+    _Alignas(64) bf16 weights[SHORT_SPAN * PANEL];
     const long columns = format->columns, first = rows_as_unpacked(rows), tiles = (rows - first + AT_ONCE - 1) / AT_ONCE;
-    const long together = !tiles ? columns : rows < LONG_FROM ? SHORT_SPAN : LONG_SPAN;
+    const long together = tiles ? SHORT_SPAN : columns;
     short_panel at = short_panel_of(panel, columns);
-    if (coming) /* each tile asks for its share */
-        at.ahead = (rz_ahead){ (const char *)coming,
-                               (long)rz_short_exponents_panel_bytes(columns) / (columns / 2 * (tiles + 1)) + 1 };
+    if (coming) { /* each tile asks for its share of the lines */
+        __builtin_prefetch(coming, 0, 2);
+        __builtin_prefetch(coming + sizeof(short_head), 0, 2);
+        at.ahead = (rz_ahead){ (const char *)coming + (at.lines - panel), (SHORT_LINE / 2 + tiles) / (tiles + 1) };
+    }
     for (long begin = 0; begin < columns; begin += together) {
         const long end = begin + together < columns ? begin + together : columns;
         const long begin_line = begin / LINE_COLUMNS, end_line = end / LINE_COLUMNS;

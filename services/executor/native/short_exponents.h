@@ -3,13 +3,13 @@
  * Inference via Dynamic-Length Float", https://arxiv.org/abs/2504.11651, whose codes have as many bits as they need.)
  *
  *     panel     head: the 16 most frequent exponents | patches | lines, of four inputs by 32 outputs each
- *     line      of 128 weights: sign and fraction, a byte each | their codes, 64 bytes: nibble i of word j is weight 32i + j
+ *     line      sign and fraction of the first two inputs, 64 bytes | of the other two | codes: nibble p is for pair p
+ *     byte      16q + 8h + 2j + k: input k of a pair, of output 16h + 4q + j (as in float_codes.h)
  *     patch     a weight with another exponent: its number in the panel, and above it that exponent
  *
- * Weights of a line are two pairs of inputs, in the order of gemm.h. A panel has room for a patch every 512 weights (trained
- * ones need one every 50,000); one that needs more is not kept so. One row, and with 32 registers as many as a tile has,
- * multiply what was just unpacked; more of them have it kept in the first cache, a span of columns at a time. Sums are
- * those of gemm.h to the bit.
+ * A panel has room for a patch every 512 weights (trained ones need one every 50,000), which are numbered in the order of
+ * gemm.h; one that needs more is not kept so. Few rows multiply what was just unpacked; more of them have it kept in the
+ * second cache, a span of columns at a time. Sums are those of gemm.h to the bit.
  */
 #ifndef RZ_SHORT_EXPONENTS_H
 #define RZ_SHORT_EXPONENTS_H

@@ -339,12 +339,6 @@ RZ_INLINE bytes bytes_xor(bytes a, bytes b) { return HALVES2(bytes, _mm256_xor_s
 RZ_INLINE bytes bytes_add(bytes a, bytes b) { return HALVES2(bytes, _mm256_add_epi8, a, b); }
 RZ_INLINE bytes bytes_and_or(bytes a, bytes mask, bytes b) { return bytes_or(bytes_and(a, mask), b); }
 
-RZ_INLINE bytes bytes_load_widened(const void *from)
-{
-    const __m128i *at = from;
-    return (bytes){ _mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1)) };
-}
-
 RZ_INLINE bytes bytes_right(bytes a, int bits)
 {
     return (bytes){ _mm256_srli_epi16(a.low, bits), _mm256_srli_epi16(a.high, bits) };

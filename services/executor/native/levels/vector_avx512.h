@@ -191,8 +191,6 @@ RZ_INLINE bytes bytes_xor(bytes a, bytes b) { return _mm512_xor_si512(a, b); }
 RZ_INLINE bytes bytes_add(bytes a, bytes b) { return _mm512_add_epi8(a, b); }
 /* (a & mask) | b */
 RZ_INLINE bytes bytes_and_or(bytes a, bytes mask, bytes b) { return _mm512_ternarylogic_epi64(a, mask, b, 0xea); }
-/* 32 signed bytes as 16 bits each. */
-RZ_INLINE bytes bytes_load_widened(const void *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from)); }
 /* By 16 bits at once: what leaves a byte enters the next one, and is to be masked. */
 RZ_INLINE bytes bytes_right(bytes a, int bits) { return _mm512_srli_epi16(a, (unsigned)bits); }
 RZ_INLINE bytes bytes_left(bytes a, int bits) { return _mm512_slli_epi16(a, (unsigned)bits); }

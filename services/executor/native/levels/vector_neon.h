@@ -277,11 +277,6 @@ RZ_INLINE bytes bytes_xor(bytes a, bytes b) { PARTS(bytes, veorq_u8(a.part[i], b
 RZ_INLINE bytes bytes_add(bytes a, bytes b) { PARTS(bytes, vaddq_u8(a.part[i], b.part[i])); }
 RZ_INLINE bytes bytes_and_or(bytes a, bytes mask, bytes b) { return bytes_or(bytes_and(a, mask), b); }
 
-RZ_INLINE bytes bytes_load_widened(const void *from)
-{
-    PARTS(bytes, vreinterpretq_u8_s16(vmovl_s8(vld1_s8((const int8_t *)from + 8 * i))));
-}
-
 RZ_INLINE bytes bytes_left(bytes a, int bits)
 {
     PARTS(bytes, vreinterpretq_u8_u16(vshlq_u16(vreinterpretq_u16_u8(a.part[i]), vdupq_n_s16((int16_t)bits))));
