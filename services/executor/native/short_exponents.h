@@ -5,7 +5,7 @@
  *     panel     head: the 16 most frequent exponents | patches | lines, of four inputs by 32 outputs each
  *     line      sign and fraction of the first two inputs, 64 bytes | of the other two | codes: nibble p is for pair p
  *     byte      16q + 8h + 2j + k: input k of a pair, of output 16h + 4q + j (as in float_codes.h)
- *     patch     a weight with another exponent: its number in the panel, and above it that exponent
+ *     patch     a weight with another exponent: its number in the panel, and in the lowest eight bits that exponent
  *
  * A panel has room for a patch every 512 weights (trained ones need one every 50,000), which are numbered in the order of
  * gemm.h; one that needs more is not kept so. Few rows multiply what was just unpacked; more of them have it kept in the

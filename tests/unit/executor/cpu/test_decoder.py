@@ -22,6 +22,8 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
+from services.executor.cpu.packed_linear import PackedLinear
+from services.executor.cpu.quantized import short_exponents
 from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.codecs import COMPRESSING, INT8, Codec
 from services.executor.kv_cache.store import KvStore
@@ -41,6 +43,11 @@ from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, auto_class, make_model
 
 pytestmark = natively
+
+
+def holds_codes(linear: PackedLinear) -> bool:
+    """Whether it is quantized, and not bf16 in one of its forms."""
+    return linear.form not in (None, short_exponents(linear.inputs))
 
 
 def runner_of(

@@ -21,7 +21,7 @@ from services.executor.model.parallel.layers import WeightShard, expert_weight_o
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from shared.errors import ModelLoadError
-from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.cpu.test_decoder import errors, holds_codes, runner_of, truth
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.lanes import in_lanes, natively
 from tests.unit.executor.model.loading.quantized_weights import FORMS, Write, fp8, mxfp4
@@ -136,8 +136,8 @@ def test_experts_of_gpt_oss_stay_codes(tmp_path: Path, ranks: int) -> None:
     def work(ring: Collectives) -> Tensor:
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
         experts = runner.packed.layers[-1].experts
-        assert experts.gate_up.form is not None
-        assert experts.down.form is not None
+        assert holds_codes(experts.gate_up)
+        assert holds_codes(experts.down)
         return errors(runner, expected)
 
     found = in_shared_memory(ranks, work)[0]
@@ -162,7 +162,7 @@ def test_codes_of_experts_stay_codes_where_they_have_one_format(tmp_path: Path, 
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes)
     runner = runner_of(checkpoint.quantized, native=True)
     experts = runner.packed.layers[-1].experts
-    assert [experts.gate_up.form is not None, experts.down.form is not None] == [packed, packed]
+    assert [holds_codes(experts.gate_up), holds_codes(experts.down)] == [packed, packed]
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
     spread = torch.stack([row.std() for row in expected]).mean()
     assert errors(runner, expected).mean() < 0.1 * spread
@@ -173,8 +173,8 @@ def test_codes_of_experts_stay_codes_where_they_have_one_format(tmp_path: Path, 
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     runner = runner_of(checkpoint.quantized, native=True)
-    assert all(linear.form is not None for linear in runner.packed.layers[0].down.parts)
-    assert runner.packed.layers[0].qkv.form is not None
+    assert all(map(holds_codes, runner.packed.layers[0].down.parts))
+    assert holds_codes(runner.packed.layers[0].qkv)
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
     spread = torch.stack([row.std() for row in expected]).mean()
     # What int8 activations add is as much as int8 weights do; bf16 weights of the reference are rounded too.
@@ -192,7 +192,7 @@ def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -
 
     def work(ring: Collectives) -> Tensor:
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
-        assert runner.packed.layers[0].down.form is not None
+        assert holds_codes(runner.packed.layers[0].down)
         return errors(runner, expected)
 
     found = in_shared_memory(ranks, work)[0]
