@@ -223,5 +223,8 @@ size_t rz_experts_prepared(const rz_experts *experts)
     if (!experts)
         return 0;
     const size_t in = rz_prepared_row(&experts->gate_up), out = rz_prepared_row(&experts->down);
-    return (in > out ? in : out) * (size_t)experts->chosen;
+    const size_t of_chosen = (in > out ? in : out) * (size_t)experts->chosen;
+    const size_t to_choose = rz_prepared_row(&experts->router), to_weigh = rz_prepared_row(&experts->shared_gate);
+    const size_t of_all = to_choose > to_weigh ? to_choose : to_weigh;
+    return of_chosen > of_all ? of_chosen : of_all;
 }
