@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "quantized.h"
 #include "reference.h"
+#include "short_exponents.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -28,6 +29,7 @@ typedef struct {
     int32_t x[PROOF_ROWS * PROOF_INPUTS], w[COLUMNS * PROOF_INPUTS];
     int32_t expected[PROOF_ROWS * COLUMNS];
     bf16 inputs[PROOF_ROWS * PROOF_INPUTS], weights[COLUMNS * PROOF_INPUTS];
+    operand operands[PROOF_ROWS * PROOF_INPUTS];
     float sums[PROOF_ROWS * COLUMNS];
     digit_sums digit_sums;
     uint8_t codes[COLUMNS * PROOF_INPUTS], digits[2 * PROOF_ROWS * PROOF_INPUTS];
@@ -72,6 +74,24 @@ static int proof_holds(const proof *of, int rows, int outputs, int first, int ld
     return 1;
 }
 
+/* The products that were proven last, with the same weights in twelve bits each. */
+static int proof_of_short_exponents(proof *of, int rows, int inputs, const bf16 *packed)
+{
+    const rz_format format = { .bits = 12, .columns = inputs, .floats = RZ_SHORT_EXPONENTS };
+    const size_t bytes = rz_short_exponents_panel_bytes(inputs);
+    uint8_t *shortened = (uint8_t *)packed + rz_packed_bytes(PROOF_OUTPUTS, inputs);
+    if (!rz_short_exponents_pack(shortened, packed, inputs, 0, (PROOF_OUTPUTS + PANEL - 1) / PANEL))
+        return 0;
+    widen(of->operands, of->inputs, (long)rows * inputs);
+    for (int panel = 0; panel * PANEL < PROOF_OUTPUTS; panel++) {
+        const uint8_t *from = shortened + (size_t)panel * bytes;
+        rz_short_exponents_panel(&format, from, NULL, of->operands, inputs, rows, of->sums);
+        if (!proof_holds(of, rows, PROOF_OUTPUTS, panel * PANEL, PANEL, 1.0f, 0))
+            return 0;
+    }
+    return 1;
+}
+
 static int proof_of_bf16(proof *of, int rows, int inputs, void *packed)
 {
     const long pairs = (inputs + 1) / 2;
@@ -90,7 +110,7 @@ static int proof_of_bf16(proof *of, int rows, int inputs, void *packed)
             if (!proof_holds(of, rows, PROOF_OUTPUTS, panel * PANEL, PANEL, add ? 0.0f : 1.0f, 0))
                 return 0;
         }
-    return 1;
+    return !rz_short_exponents_panel_bytes(inputs) || proof_of_short_exponents(of, rows, inputs, packed);
 }
 
 enum proof_scales { OF_GROUPS, OF_GROUPS_WHOLE, OF_ROWS };
@@ -233,7 +253,7 @@ static int proof_of_all(proof *of, void *memory)
 {
     of->state = 1;
     for (int rows = 1; rows <= PROOF_ROWS; rows += 1 + rows / 2)
-        if (!proof_of_bf16(of, rows, 70, memory) || !proof_of_bf16(of, rows, 6, memory))
+        if (!proof_of_bf16(of, rows, 70, memory) || !proof_of_bf16(of, rows, 6, memory) || !proof_of_bf16(of, rows, 72, memory))
             return RZ_WRONG_BF16;
     static const int some_rows[] = { 1, 13, 19, PROOF_ROWS }; /* 19: tiles of which two share rows */
     for (size_t i = 0; i < sizeof some_rows / sizeof *some_rows; i++)

@@ -12,7 +12,7 @@ enum {
     COLUMNS_OF_PATCH = 16,                        /* for each so many there is room for one */
     SIGN = 0x80, FRACTION = 0x7f,                 /* of a weight's byte */
     EXPONENT = 0x7f80,                            /* of its bf16 */
-    MOST_COLUMNS = 1 << 19, /* a patch has 24 bits for its weight */
+    MOST_COLUMNS = 1 << 19,                       /* a patch has 24 bits for its weight */
 #if defined(__AMX_BF16__)
     ROWS_AS_UNPACKED = 0, /* rows that multiply what was just unpacked */
 #else
@@ -36,7 +36,7 @@ typedef struct {
     const uint8_t *lines;
     const uint32_t *patch, *last; /* the next one, and where they end */
     exponent_table table;
-    rz_ahead ahead;  /* of the panel that comes; a line is two pairs */
+    rz_ahead ahead; /* of the panel that comes; a line is two pairs */
 } short_panel;
 
 RZ_INLINE size_t patches_room(long columns)

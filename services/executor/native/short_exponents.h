@@ -7,9 +7,9 @@
  *     byte      16q + 8h + 2j + k: input k of a pair, of output 16h + 4q + j (as in float_codes.h)
  *     patch     a weight with another exponent: its number in the panel, and in the lowest eight bits that exponent
  *
- * A panel has room for a patch every 512 weights (trained ones need one every 50,000), which are numbered in the order of
- * gemm.h; one that needs more is not kept so. Few rows multiply what was just unpacked; more of them have it kept in the
- * second cache, a span of columns at a time. Sums are those of gemm.h to the bit.
+ * A panel has room for a patch every 512 weights (trained ones need far fewer), which are numbered in the order of gemm.h;
+ * one that needs more is not kept so. Few rows multiply what was just unpacked; more of them have it kept in the second
+ * cache, a span of columns at a time. Sums are those of gemm.h to the bit.
  */
 #ifndef RZ_SHORT_EXPONENTS_H
 #define RZ_SHORT_EXPONENTS_H
