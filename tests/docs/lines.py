@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 137_325,  # bf16 in 12 bits: +39; to come: 112,000
     ("benchmarks",): 14_124,  # the same: +12; to come: 13,000
-    ("tests",): 149_153,  # the same: +139; to come: 120,000
+    ("tests",): 149_159,  # the same: +145; to come: 120,000
 }
 
 
