@@ -12,6 +12,7 @@ OF_RINGS = ("logprob_token_ids", "sparse")
 # By name, what a client is told that it asked for.
 FEATURES = {
     "pooling": "embeddings and classification",
+    "second_segment": "reranking by a model that tells two texts apart",
     "logprob_token_ids": "reranking by a language model's yes or no",
     "adapter": "LoRA adapters",
     "sparse": "sparse attention",
@@ -45,6 +46,7 @@ def asks_for(request: GenerationRequest) -> list[str]:
     sampling = request.sampling
     needs = {
         "pooling": request.embed or request.classify,
+        "second_segment": request.second_segment > 0,
         "logprob_token_ids": bool(request.logprob_token_ids),
         "adapter": bool(request.adapter),
         "sparse": request.sparse is not None,

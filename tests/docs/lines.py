@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_325,  # bf16 in 12 bits: +39; to come: 112,000
-    ("benchmarks",): 14_124,  # the same: +12; to come: 13,000
-    ("tests",): 149_159,  # the same: +145; to come: 120,000
+    ("services", "shared"): 137_547,  # vectors of servers by URL: +222; to come: 112,000
+    ("benchmarks",): 14_124,  # to come: 13,000
+    ("tests",): 149_359,  # the same: +200; to come: 120,000
 }
 
 

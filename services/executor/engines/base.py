@@ -83,7 +83,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     exact: bool = False
     tasks: tuple[str, ...] = ("generate",)  # of generate, embed, classify
     embedding_size: int = 0
-    labels: list[str] = []  # of a classifier, in the order of its logits
+    labels: list[str] = []  # of a classifier, in the order of its logits; empty names where it tells none
     adapters: int = 0  # LoRA adapters that it computes with at a time; 0: it takes none
     unsupported: list[str] = []  # what of a request it cannot do: names of `shared.engine_features.FEATURES`
 

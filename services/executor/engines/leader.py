@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import structlog
@@ -36,7 +37,7 @@ from services.executor.model.pooling import activation_of, labels_of, read_vecto
 from services.executor.model.tokenizer_files import read_json
 from services.executor.scheduler.batcher import Entries
 from services.executor.supervisor.host.adapters import inspect_adapter
-from shared.errors import NoGroupAvailable
+from shared.errors import ModelLoadError, NoGroupAvailable
 from shared.messages import GenerationRequest, Refusal
 
 log = structlog.get_logger(__name__)
@@ -222,10 +223,21 @@ def with_pooling(spec: EngineSpec, facts: EngineFacts, directory: Path) -> Engin
             found, pooling=vectors.pooling, normalized=vectors.normalized, embedding_size=facts.embedding_size
         )
     if "classify" in facts.tasks:
-        classes = {"num_labels": len(facts.labels), "id2label": dict(enumerate(facts.labels))}
-        described = SimpleNamespace(**(config | classes))
+        named = facts.labels if any(facts.labels) else _labels_in(config, len(facts.labels))
+        described = SimpleNamespace(**(config | {"num_labels": len(named), "id2label": dict(enumerate(named))}))
         found = msgspec.structs.replace(found, labels=labels_of(described), activation=activation_of(described))
     return found
+
+
+def _labels_in(config: dict[str, Any], classes: int) -> list[str]:
+    """Names of `classes` in config.json, as transformers has them. Raises `ModelLoadError`."""
+    named = {int(at): str(name) for at, name in (config.get("id2label") or {}).items()}
+    if len(named or "ab") != classes:  # transformers' default
+        raise ModelLoadError(
+            f"The engine gives {classes} classes, where the model's config.json has {len(named) or 2}: point the group "
+            "at the model that runs there"
+        )
+    return [named.get(at, f"LABEL_{at}") for at in range(classes)]
 
 
 def stands_still(quiet: float, longest: float, is_stopped: Callable[[], bool]) -> bool:

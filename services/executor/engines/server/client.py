@@ -72,6 +72,10 @@ class ServerClient:
         ) as response:
             yield response
 
+    async def whole(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """The response of a stream that is one piece."""
+        yield await _bounded(response, ANSWER_BYTES, whole=True)
+
     async def error(self, response: httpx.Response) -> ServerAnswer:
         """The response of a stream that is none."""
         return ServerAnswer(response.status_code, await _bounded(response, ERROR_BYTES, whole=False))

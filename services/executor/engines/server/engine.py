@@ -111,7 +111,7 @@ class ServerEngine:
     def submit(self, request: EngineRequest) -> None:
         assert request.id not in self._serving, "ids are of one submission"
         generation = ServerGeneration(request, self._client, self._dialect, self._vocab_size, self._has_news)
-        if request.max_tokens == 0:  # servers generate one at least
+        if request.max_tokens == 0 and not request.pool:  # servers generate one at least
             generation.end("length", "")
             return
         task = self._tasks.spawn(self._serve(generation), name=f"generation-{request.id}")

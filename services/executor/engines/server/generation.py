@@ -46,6 +46,7 @@ class ServerGeneration:
         self._room = asyncio.Event()
         self._gathered = 0  # events that nobody has taken
         self._cached = 0
+        self._vector = b""
         self._forget()
 
     def take(self) -> EngineDelta:
@@ -58,20 +59,23 @@ class ServerGeneration:
             self._cached,
             self._error,
             self._code,
+            vector=self._vector if self._told else b"",
         )
         self._forget()
         return delta
 
     async def run(self) -> None:
         """Until it has ended. Raises `httpx.TransportError` where the connection breaks before."""
-        reader = self._dialect.reader(self.request)
+        dialect, pools = self._dialect, bool(self.request.pool)
+        reader, path = dialect.reader(self.request), dialect.pooling_path if pools else dialect.path
         try:
-            async with self._client.stream(self._dialect.path, self._dialect.body(self.request)) as response:
+            async with self._client.stream(path, dialect.body(self.request)) as response:
                 self.answered = True
                 if response.status_code != 200:
                     await self._refused(response)
                     return
-                async for event in events(response, self._event_bytes()):
+                pieces = self._client.whole(response) if pools else events(response, self._event_bytes())
+                async for event in pieces:
                     if await self._accept(reader(event)):
                         return
             self.end(self._finish, "its stream ended before the answer did")
@@ -103,6 +107,7 @@ class ServerGeneration:
             self._logprobs += piece.logprobs[: len(tokens)]
         self._cached = max(self._cached, piece.cached_tokens)
         self._finish = self._finish or piece.finish
+        self._vector = piece.vector
         if tokens and tokens[-1] in self._stops:
             if not self._finish:  # a server that does not know the request's stop tokens would go on
                 self.end("stop", "")

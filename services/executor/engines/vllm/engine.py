@@ -75,7 +75,7 @@ class VllmEngine:
             theirs.close()
         log.info("engine_started", engine="vllm", pid=self._process.pid, arguments=self._arguments)
         self._output = asyncio.create_task(self._copy_output())
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._reader, self._writer = await open_line(ours)
         self._send(Start(self._arguments))
         try:
             answer = _answers.decode(await self._receive())
@@ -194,6 +194,21 @@ class VllmEngine:
     async def _receive(self) -> bytes:
         assert self._reader is not None, "it has been started"
         return await receive(self._reader)
+
+
+class _LineProtocol(asyncio.StreamReaderProtocol):
+    """A worker that ends with something unread resets the connection: an end like others, before which it is heard."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(None)
+
+
+async def open_line(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """To the worker, as `asyncio.open_connection` has it."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, protocol = await loop.create_connection(lambda: _LineProtocol(reader), sock=ours)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 def _lost(reason: str, *, crashed: bool) -> RyzansteinError:

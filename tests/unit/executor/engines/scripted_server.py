@@ -1,8 +1,10 @@
 """A real HTTP server on a loopback socket that answers as a test says, and as each kind of server tells of itself."""
 
 import asyncio
+import base64
 import json
 import re
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -56,6 +58,9 @@ class ScriptedServer:
         self.refused_seeds: tuple[str, ...] = ()  # those that our processor refuses, where it is loaded
         self.wanted_token = ""  # the authorization that it asks for
         self.script: Script | None = None
+        self.task = "embed"  # of a model that generates nothing
+        self.vector = [0.5, -2.0, 1e-3]
+        self.pooled: list[dict[str, Any]] = []  # requests for vectors
         self.asked: list[str] = []
         self.on_asked: Callable[[str], None] = lambda path: None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -122,13 +127,26 @@ class ScriptedServer:
         return True
 
     async def _probed(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        tokens = body.get("prompt") or body.get("token_ids") or body.get("input_ids") or [0]
+        tokens = body.get("prompt") or body.get("token_ids") or body.get("input_ids") or body.get("input") or [0]
         seed = re.search(r"seed\W+?(-?\d+)", json.dumps(body))
         if tokens[0] >= VOCAB or (seed and seed[1] in self.refused_seeds):
             await answer(writer, 400, {"error": {"message": f"token {tokens[0]} or its seed is refused"}})
+        elif "task" in body or "content" in body:
+            self.pooled.append(body)
+            if "content" in body:
+                await answer(writer, 200, self.told.get("vector", [{"embedding": [self.vector]}]))
+            elif body["task"] == self.task:
+                await answer(writer, 200, self.told.get("vector", vector_answer(self.vector)))
+            else:
+                await answer(writer, 400, {"error": {"message": f"no task {body['task']}"}})
         else:
             token = event(self.kind, [7], "length", 1) | {"system_fingerprint": "abc"}
             await answer(writer, 200, self.told.get("token", token))
+
+
+def vector_answer(*vectors: list[float]) -> dict[str, Any]:
+    data = [{"data": base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode()} for one in vectors]
+    return {"data": data, "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}
 
 
 def event(kind: str, tokens: list[int], finish: str = "", count: int = 0, logprobs: Any = None) -> dict[str, Any]:
@@ -144,7 +162,11 @@ def event(kind: str, tokens: list[int], finish: str = "", count: int = 0, logpro
     return {"tokens": tokens, "completion_probabilities": logprobs or []} | ending
 
 
-PATHS = {"vllm": ("/v1/completions", "/inference/v1/generate"), "sglang": ("/generate",), "llama.cpp": ("/completion",)}
+PATHS = {
+    "vllm": ("/v1/completions", "/inference/v1/generate", "/pooling"),
+    "sglang": ("/generate",),
+    "llama.cpp": ("/completion", "/embedding"),
+}
 METRICS = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1\nvllm:generation_tokens_total{} 5\n'
 PROPS = {"default_generation_settings": {"n_ctx": 64}, "total_slots": 2, "model_path": "/smol", "build_info": "b9"}
 TOLD: dict[str, dict[str, Any]] = {
@@ -153,6 +175,7 @@ TOLD: dict[str, dict[str, Any]] = {
         "/v1/models": {"data": [{"id": "smol", "root": "/smol", "parent": None, "max_model_len": 64}]},
         "/metrics": METRICS,
         "/inference/v1/generate": False,
+        "/pooling": False,
     },
     "sglang": {
         "/model_info": {"model_path": "/smol", "is_generation": True, "weight_version": "default"},
@@ -163,5 +186,6 @@ TOLD: dict[str, dict[str, Any]] = {
         "/props": PROPS,
         "/v1/models": {"data": [{"meta": {"n_vocab": VOCAB + VOCAB_PADDING // 2}}]},
         "/slots": [{"id": 0, "n": 1}],
+        "/embedding": False,
     },
 }

@@ -80,6 +80,14 @@ def tokens_of(deltas: list[EngineDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
+def server_info(
+    dtype: str = "float32", cache: str = "auto", device: str = "cpu", quantization: str | None = None, **env: Any
+) -> dict[str, Any]:
+    model = {"dtype": f"torch.{dtype}", "quantization": quantization}
+    config = {"model_config": model, "cache_config": {"cache_dtype": cache}, "device_config": {"device": device}}
+    return {"vllm_config": config, "vllm_env": env}
+
+
 def sends(
     *events: dict[str, Any] | bytes, until: Callable[[Exchange], Awaitable[None]] = Exchange.end
 ) -> Callable[[Exchange], Awaitable[None]]:
@@ -99,7 +107,8 @@ async def test_answers_are_streamed(kind: str) -> None:
         assert facts.places == (4 if kind == "vllm" else 2)
         assert facts.kv_tokens == {"vllm": 160, "llama.cpp": 128, "sglang": 0}[kind]
         assert not facts.exact
-        assert facts.unsupported == CANNOT[{"vllm": "vLLM by URL", "sglang": "SGLang"}.get(kind, kind)]
+        cannot = CANNOT[{"vllm": "vLLM by URL", "sglang": "SGLang"}.get(kind, kind)]
+        assert sorted(facts.unsupported) == sorted({"pooling", *cannot})  # a model that generates
         whole = kind == "sglang"  # which tells all tokens with each event
         last = event(kind, [5, 6, 7, 8] if whole else [7, 8], "length", 4)
         server.script = sends(b": ping\n\n", event(kind, [5, 6], count=2), last, b"data: [DONE]\r\n\r\n")
@@ -125,12 +134,12 @@ async def test_sglang_may_send_new_tokens_alone_and_take_the_last_one_off() -> N
 async def test_vllm_is_asked_for_tokens_where_it_offers_that_and_is_exact_with_our_processor() -> None:
     async with serving(start=False) as (server, engine):
         server.told["/inference/v1/generate"] = True
-        server.told["/server_info?config_format=json"] = {"vllm_config": {"model_config": {"dtype": "torch.float32"}}}
+        server.told["/server_info?config_format=json"] = server_info()
         server.refused_seeds = ("-1",)
         facts = await engine.start()
         assert facts.exact
-        assert facts.unsupported == CANNOT["vLLM by URL with our processor"]
-        assert facts.numerics == "vLLM 0.32.0 abc dtype=float32"
+        assert facts.unsupported == ["pooling", *CANNOT["vLLM by URL with our processor"]]
+        assert facts.numerics == "vLLM 0.32.0 dtype=float32 abc"
         server.script = sends(event("vllm", [5], "stop"))
         engine.submit(asked())
         await answers(engine, "a")
@@ -187,7 +196,7 @@ async def test_no_more_requests_than_places_are_at_the_server_and_none_for_nothi
             engine.submit(asked(name))
         step = await engine.next()
         assert (step.running, step.waiting) == (1, 2)
-        assert server.asked.count("/v1/completions") == 3 + 1  # three of them at the start
+        assert server.asked.count("/v1/completions") == 4 + 1  # four of them at the start
         assert set(await answers(engine, *"bc")) >= {"b", "c"}
 
 
@@ -265,7 +274,7 @@ async def test_a_connection_that_breaks_alone_fails_its_request_alone_unless_it_
         server.script = script
         delta = await failed(engine, asked())
         assert delta.code == "unavailable"
-        assert server.asked.count("/v1/completions") == 3 + 2  # three of them at the start
+        assert server.asked.count("/v1/completions") == 4 + 2  # four of them at the start
         assert "the connection broke" in delta.error
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,8 @@ import pytest
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.engines.base import EngineDelta, EngineRequest, EngineStep
-from services.executor.engines.vllm.engine import VllmEngine
+from services.executor.engines.vllm.engine import VllmEngine, open_line
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import LENGTH, receive
 from services.executor.supervisor.diagnostics.processes import with_descendants
 from shared.errors import ConfigurationError, InternalError, ModelLoadError, RingLost
 from shared.messages import SamplingParams, TokenLogprobs
@@ -91,7 +93,7 @@ async def test_what_it_is_and_what_it_gives(tmp_path: Path) -> None:
 
 async def test_adapters_that_vllm_computes_wrongly_are_refused(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, "--enable-lora")
-    with pytest.raises(ModelLoadError, match=r"vLLM 0.32.0 gives requests .* on CPUs; leave --enable-lora out; look"):
+    with pytest.raises(ModelLoadError, match=r"on CPUs requests of the model alone .*; leave --enable-lora out; look"):
         await engine.start()
     await engine.stop()
 
@@ -216,6 +218,19 @@ async def test_why_it_does_not_start(
     with pytest.raises(error, match=reason):
         await engine.start()
     await engine.stop()
+
+
+async def test_what_a_worker_said_is_read_where_it_ends_with_something_unread() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await open_line(ours)
+    writer.write(b"unread")
+    theirs.sendall(LENGTH.pack(4) + b"said")
+    theirs.close()
+    await writer.wait_closed()
+    assert await receive(reader) == b"said"
+    with pytest.raises(EOFError):
+        await receive(reader)
+    writer.close()
 
 
 async def test_a_python_that_is_none(tmp_path: Path) -> None:

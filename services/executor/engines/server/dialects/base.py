@@ -20,8 +20,9 @@ from shared.messages import TokenLogprobs
 # Vocabularies are padded differently by those who convert a model: so many ids more or fewer are the same one.
 VOCAB_PADDING = 1024
 
-# What no server is asked for so far (`EngineFacts.unsupported`).
-UNSUPPORTED = ["pooling", "adapter"]
+# What no server is asked for so far (`EngineFacts.unsupported`), beside vectors where it gives none. Where the second of
+# two texts begins is not told to any: their routes for pairs take texts.
+UNSUPPORTED = ["second_segment", "adapter"]
 
 # A mark that differs from the last one where the server has computed something since, empty where it does not tell; and
 # the used share of its KV cache.
@@ -52,6 +53,7 @@ class StreamPiece(msgspec.Struct):
     finish: Literal["", "stop", "length"] = ""
     logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
+    vector: bytes = b""  # as `EngineDelta.vector`
     error: str = ""  # what the server says went wrong in the middle of it
     code: str = "internal_error"
 
@@ -94,7 +96,8 @@ class ServerModels(msgspec.Struct):
     data: list[ServerModel]
 
 
-# Reads the events of one stream. Raises `msgspec.MsgspecError` or `ServerFault` where they make no sense.
+# Reads the events of one stream, or the answer that is a vector. Raises `msgspec.MsgspecError` or `ServerFault` where
+# they make no sense.
 Reader = Callable[[bytes], StreamPiece]
 
 
@@ -102,6 +105,11 @@ class ServerDialect(Protocol):
     @property
     def path(self) -> str:
         """Where requests go to; known after `examine`."""
+        ...
+
+    @property
+    def pooling_path(self) -> str:
+        """Where requests for a vector go to, if they go anywhere."""
         ...
 
     async def identify(self) -> Identity:
@@ -206,6 +214,13 @@ def ranked(tokens: int, chosen: Sequence[float | None], tops: Sequence[Tops], wa
 def of_candidates(tokens: int, told: list[Candidate], wanted: int) -> list[TokenLogprobs]:
     tops = [[(max(other.token_id, other.id), other.logprob) for other in one.top_logprobs] for one in told]
     return ranked(tokens, [one.logprob for one in told], tops, wanted)
+
+
+def vector_piece(vector: bytes, numbers: int) -> StreamPiece:
+    """`vector`: of numbers of 32 bits, as many as at the start."""
+    if len(vector) != 4 * numbers:
+        raise ServerFault(f"it sent a vector of {len(vector) // 4} numbers, where it had {numbers} at the start")
+    return StreamPiece(finish="stop", vector=vector)
 
 
 def ending(finish: str) -> StreamPiece:

@@ -1,4 +1,5 @@
-"""llama.cpp's server: `/completion`, with a prompt of token ids.
+"""llama.cpp's server: `/completion`, with a prompt of token ids, and `/embedding` where it was started with
+`--embeddings`.
 
 It knows no stop tokens but the model's own: the engine ends an answer at those of the request by itself. Its penalties
 count the prompt, and its grammars begin with the output of a request: none of both survives a continuation. Its seed
@@ -6,6 +7,7 @@ has 32 bits, and its generator begins anew with a continuation: that is another 
 text as far as the sums of another batch let it be.
 """
 
+from array import array
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from services.executor.engines.server.dialects.base import Identity, Progress, S
 
 UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "min_tokens", "prompt_logprobs", "cache_salt"]
 UNSUPPORTED += base.UNSUPPORTED
+EMBEDDING = "/embedding"
 
 _RANDOM_SEED = 0xFFFFFFFF  # stands for "any" there
 # Its last event has the prompt's text in it, and all settings, unless the fields are named.
@@ -45,12 +48,18 @@ class _Event(msgspec.Struct):
     error: base.ServerFailure | None = None
 
 
+class _Embedding(msgspec.Struct):
+    embedding: list[list[float]]  # one vector, or one for each token where nothing pools them
+
+
 class LlamaCppDialect:
     path = "/completion"
+    pooling_path = EMBEDDING
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
         self._props: _Props | None = None
+        self._numbers = 0  # of a vector; 0: it gives none
 
     async def identify(self) -> Identity:
         client = self._client
@@ -74,17 +83,29 @@ class LlamaCppDialect:
         event = base.decoded(self._client, answer, _Event, "llama.cpp", self.path)
         if len(event.tokens or []) != 1:
             raise base.exchanges_no_tokens(self._client, "llama.cpp", "return_tokens is ignored")
+        self._numbers = await self._embedding_size()
         return EngineFacts(
             name=identity.server,
             vocab_size=vocab_size,
             context_length=identity.context_length,
-            unsupported=UNSUPPORTED,
+            tasks=("generate", "embed") if self._numbers else ("generate",),
+            embedding_size=self._numbers,
+            unsupported=UNSUPPORTED if self._numbers else ["pooling", *UNSUPPORTED],
             numerics=" ".join(filter(None, [identity.server, props.model_ftype])),
             places=props.total_slots,
             kv_tokens=props.total_slots * identity.context_length,
         )
 
+    async def _embedding_size(self) -> int:
+        answer = await self._client.ask(EMBEDDING, {"content": [0, 0]})
+        if answer.status != 200:
+            return 0
+        (told,) = base.decoded(self._client, answer, tuple[_Embedding], "llama.cpp", EMBEDDING)
+        return len(told.embedding[0]) if len(told.embedding) == 1 else 0
+
     def body(self, request: EngineRequest) -> dict[str, Any]:
+        if request.pool:
+            return {"content": list(request.tokens), "embd_normalize": 2 if request.normalized else -1}
         sampling = request.sampling
         return {
             "prompt": list(request.tokens),
@@ -107,12 +128,18 @@ class LlamaCppDialect:
         }
 
     def reader(self, request: EngineRequest) -> base.Reader:
-        return partial(read, request.sampling.logprobs)
+        return partial(read_vector, self._numbers) if request.pool else partial(read, request.sampling.logprobs)
 
     async def progress(self) -> Progress:
         """By what its slots tell of themselves, unless that is switched off. They know no share of the cache."""
         answer = await self._client.ask("/slots")
         return answer.body.hex() if answer.status == 200 else "", 0.0
+
+
+def read_vector(numbers: int, answer: bytes) -> StreamPiece:
+    (told,) = msgspec.json.decode(answer, type=tuple[_Embedding])
+    vector = array("f", told.embedding[0]) if told.embedding else array("f")
+    return base.vector_piece(vector.tobytes(), numbers)
 
 
 def read(wanted: int, event: bytes) -> StreamPiece:

@@ -22,7 +22,7 @@ from shared.messages import TokenLogprobs
 
 # A salt that an older version leaves out of its cache's keys would be no error there.
 UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "prompt_logprobs", "cache_salt"]
-UNSUPPORTED += base.UNSUPPORTED
+UNSUPPORTED += ["pooling", *base.UNSUPPORTED]
 
 _KV_USED = "sglang:token_usage"
 _PROGRESS = (_KV_USED, "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:gen_throughput")
@@ -66,6 +66,7 @@ class _Event(msgspec.Struct):
 
 class SglangDialect:
     path = "/generate"
+    pooling_path = ""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client

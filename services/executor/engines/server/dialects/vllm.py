@@ -2,12 +2,14 @@
 
     /inference/v1/generate   token_ids ─▶ choices[0].token_ids        with --enable-scale-out or --tokens-only
     /v1/completions          prompt of ids, return_token_ids ─▶ the same, and a text that nobody reads
+    /pooling                 input of ids ─▶ a vector, or the logits of classes       of models that generate nothing
 
 With our logits processor loaded the choice is keyed by (seed, position): sampling goes to it, and vLLM is told to be
 greedy. Without it vLLM samples by itself. A continuation is a new request there whose output begins anew: what counts
 output is refused then, and `seed` gives the same text only to a request that was never continued.
 """
 
+import base64
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -19,11 +21,13 @@ from services.executor.engines.base import EngineFacts, EngineRequest
 from services.executor.engines.server.client import ServerClient, ServerFault
 from services.executor.engines.server.dialects import base
 from services.executor.engines.server.dialects.base import Identity, Progress, StreamPiece
+from services.executor.engines.server.dialects.vllm_info import numerics
 from shared.errors import ConfigurationError
 from shared.messages import SamplingParams, TokenLogprobs
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+POOLING = "/pooling"
 
 _KV_USED = "vllm:kv_cache_usage_perc"
 _PROGRESS = (
@@ -70,12 +74,23 @@ class _Chunk(msgspec.Struct):
     system_fingerprint: str | None = None
 
 
+class _Vector(msgspec.Struct):
+    data: str  # of little-endian numbers of 32 bits, in base64
+
+
+class _Pooled(msgspec.Struct):
+    data: list[_Vector]
+    usage: _Usage | None = None
+
+
 class VllmDialect:
     def __init__(self, client: ServerClient) -> None:
         self._client = client
         self._model = ""
         self.path = COMPLETIONS
+        self.pooling_path = POOLING
         self._processor = False
+        self._numbers = 0  # of a vector, or classes
 
     async def identify(self) -> Identity:
         client = self._client
@@ -87,29 +102,69 @@ class VllmDialect:
 
     async def examine(self, identity: Identity, vocab_size: int) -> EngineFacts:
         self._model = identity.name
-        # Nothing is computed for an empty request. 403 and 404 are a route that is switched off, or not there.
-        offered = (await self._client.ask(GENERATE, {})).status not in (401, 403, 404, 405)
-        self.path = GENERATE if offered else COMPLETIONS
-        body = await base.check_vocabulary_by_asking(self._client, self.path, self._probe, vocab_size)
-        fingerprint = self._fingerprint(body)
-        self._processor = await self._has_processor()
-        dtype = await self._dtype()
-        return EngineFacts(
+        self.path = await self._route()
+        told = await numerics(self._client)
+        parts = [
+            identity.server,
+            f"dtype={told.dtype}" if told.dtype else "",
+            "batch invariant" if told.invariant else "",
+        ]
+        facts = EngineFacts(
             name=identity.server,
             vocab_size=vocab_size,
             context_length=identity.context_length,
             places=0,
-            unsupported=UNSUPPORTED if self._processor else WITHOUT_PROCESSOR,
-            numerics=" ".join(filter(None, [identity.server, fingerprint, f"dtype={dtype}" if dtype else ""])),
             kv_tokens=await self._kv_tokens(),
-            exact=self._processor and dtype == "float32",
+            numerics=" ".join(filter(None, parts)),
+            exact=told.exact,
+        )
+        return await (self._pools(facts) if self.path == POOLING else self._generates(facts))
+
+    async def _route(self) -> str:
+        """Of those that the server has the best one. Nothing is computed for an empty request."""
+        for route in (GENERATE, COMPLETIONS, POOLING):
+            # 403 and 404 are a route that is switched off, or not there.
+            if (await self._client.ask(route, {})).status not in (401, 403, 404, 405):
+                return route
+        return COMPLETIONS
+
+    async def _generates(self, facts: EngineFacts) -> EngineFacts:
+        body = await base.check_vocabulary_by_asking(self._client, self.path, self._probe, facts.vocab_size)
+        self._processor = await self._has_processor()
+        return msgspec.structs.replace(
+            facts,
+            unsupported=["pooling", *(UNSUPPORTED if self._processor else WITHOUT_PROCESSOR)],
+            numerics=f"{facts.numerics} {self._fingerprint(body)}".strip(),
+            exact=self._processor and facts.exact,
+        )
+
+    async def _pools(self, facts: EngineFacts) -> EngineFacts:
+        client = self._client
+        for task in ("embed", "classify"):
+            answer = await client.ask(POOLING, self._asked_to_pool([0], task))
+            if answer.status == 200:
+                break
+        else:
+            raise ConfigurationError(f"{client.name} neither embeds nor classifies: it says {client.sentence(answer)}")
+        body = await base.check_vocabulary_by_asking(
+            client, POOLING, lambda token: self._asked_to_pool([token], task), facts.vocab_size
+        )
+        self._numbers = len(_pooled(body)[0]) // 4
+        embeds = task == "embed"
+        return msgspec.structs.replace(
+            facts,
+            tasks=(task,),
+            embedding_size=self._numbers if embeds else 0,
+            labels=[] if embeds else [""] * self._numbers,
+            unsupported=base.UNSUPPORTED,
         )
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
+        salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
+        if request.pool:
+            return salt | self._asked_to_pool(request.tokens, request.pool, normalized=request.normalized)
         sampling = self._sampling(request)
-        body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
-        if request.cache_salt:
-            body["cache_salt"] = request.cache_salt
+        body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}} | salt
         if request.sampling.logprobs >= 0:
             sampling["logprobs"] = request.sampling.logprobs
         if self.path == COMPLETIONS:
@@ -117,7 +172,7 @@ class VllmDialect:
         return body | self._asked(request.tokens, sampling, for_processor(request) if self._processor else None)
 
     def reader(self, request: EngineRequest) -> base.Reader:
-        return partial(read, request.sampling.logprobs)
+        return partial(read_vector, self._numbers) if request.pool else partial(read, request.sampling.logprobs)
 
     async def progress(self) -> Progress:
         return base.progress_of((await self._client.ask("/metrics")).body, _PROGRESS, _KV_USED)
@@ -155,6 +210,11 @@ class VllmDialect:
         xargs = {"vllm_xargs": {"ryzanstein": msgspec.json.encode(extra).decode()}} if extra else {}
         return {"prompt": list(tokens), "return_token_ids": True} | sampling | xargs
 
+    def _asked_to_pool(self, tokens: Sequence[int], task: str, *, normalized: bool = True) -> dict[str, Any]:
+        form = {"encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"}
+        wanted = {"task": task, "use_activation": task == "embed" and normalized, "add_special_tokens": False}
+        return {"model": self._model, "input": list(tokens)} | wanted | form
+
     def _probe(self, token: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """Asks for one token, in one piece."""
         return {"model": self._model} | self._asked([token], {"max_tokens": 1, "temperature": 0.0}, extra)
@@ -180,15 +240,6 @@ class VllmDialect:
             )
         return True
 
-    async def _dtype(self) -> str:
-        """Told by servers in development mode alone; empty: not known."""
-        answer = await self._client.ask("/server_info?config_format=json")
-        try:
-            told = msgspec.json.decode(answer.body)["vllm_config"]["model_config"]["dtype"]
-        except (msgspec.MsgspecError, LookupError, TypeError):
-            return ""
-        return str(told).removeprefix("torch.")
-
     async def _kv_tokens(self) -> int:
         """Of all engines behind the server."""
         page = (await self._client.ask("/metrics")).body.decode(errors="replace")
@@ -206,9 +257,29 @@ def read(wanted: int, event: bytes) -> StreamPiece:
         piece.tokens = choice.token_ids or []
         if wanted >= 0 and piece.tokens:
             piece.logprobs = _logprobs(choice.logprobs or _Logprobs(), len(piece.tokens), wanted)
-    if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-        piece.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens or 0
+    piece.cached_tokens = _cached(chunk.usage)
     return piece
+
+
+def read_vector(numbers: int, answer: bytes) -> StreamPiece:
+    vector, usage = _pooled(answer)
+    piece = base.vector_piece(vector, numbers)
+    piece.cached_tokens = _cached(usage)
+    return piece
+
+
+def _pooled(answer: bytes) -> tuple[bytes, _Usage | None]:
+    try:
+        told = msgspec.json.decode(answer, type=_Pooled)
+        (vector,) = told.data
+        return base64.b64decode(vector.data, validate=True), told.usage
+    except ValueError as error:  # of msgspec, too
+        raise ServerFault(f"it sent no vector that can be read ({error})") from None
+
+
+def _cached(usage: _Usage | None) -> int:
+    details = usage.prompt_tokens_details if usage is not None else None
+    return (details.cached_tokens or 0) if details is not None else 0
 
 
 def _logprobs(told: _Logprobs, tokens: int, wanted: int) -> list[TokenLogprobs]:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,7 @@ FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes second
 # Of what requests may ask for, beside adapters without --enable-lora, and vectors where it generates (`ReadyMessage`).
 UNSUPPORTED: list[str] = []
 # Its operators for CPUs (`vllm.lora.ops.torch_ops`) read the last adapter for rows that have none, number -1.
-WRONG_ADAPTERS = "gives requests of the model alone the adapters of others on CPUs; leave --enable-lora out"
+WRONG_ADAPTERS = "on CPUs requests of the model alone are given the adapters of others; leave --enable-lora out"
 TASKS = ("generate", "embed", "classify")
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
@@ -367,9 +367,27 @@ def engine_of(arguments: list[str]) -> tuple[Any, list["LeaderRequests"]]:
         FlexibleArgumentParser(prog="--engine-args", exit_on_error=False, allow_abbrev=False)
     )
     parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
+    if parsed.enable_lora and device() == "cpu":
+        raise argparse.ArgumentTypeError(WRONG_ADAPTERS)
     # A server's defaults: on an H100 steps of up to 8192 tokens instead of 2048.
     usage = UsageContext.OPENAI_API_SERVER
     return AsyncLLM.from_engine_args(parsed, usage_context=usage, stat_loggers=[StepStats]), told
+
+
+class Numerics(NamedTuple):
+    """What decides whether the same request has the same text in any batch, and continued after any of its tokens."""
+
+    dtype: str
+    quantization: str
+    kv_cache: str  # dtype of its cache; auto: that of the model
+    device: str
+    invariant: bool  # whether VLLM_BATCH_INVARIANT is set, which has kernels for GPUs alone
+
+    @property
+    def exact(self) -> bool:
+        """In fp32 throughout, sums of another batch differ by too little to be seen."""
+        whole = self.dtype == "float32" and not self.quantization and self.kv_cache in ("auto", "float32")
+        return whole or (self.invariant and self.device == "cuda")
 
 
 def device() -> str:
@@ -384,17 +402,22 @@ def facts_of(llm: Any, supported: Sequence[str]) -> ReadyMessage:
 
     config = llm.vllm_config
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+    numerics = Numerics(
+        str(model.dtype).removeprefix("torch."),
+        model.quantization or "",
+        cache.cache_dtype,
+        device(),
+        os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
+    )
     parts = (
         f"vllm {vllm.__version__}",
-        dtype,
+        numerics.dtype,
         f"quantization {model.quantization}",
         f"kv {cache.cache_dtype}",
         f"tp {parallel.tensor_parallel_size}",
         f"pp {parallel.pipeline_parallel_size}",
-        device(),
-        "batch invariant" if invariant else "",
+        numerics.device,
+        "batch invariant" if numerics.invariant else "",
     )
     blocks = cache.num_gpu_blocks or 0
     adapters = config.lora_config.max_loras if config.lora_config else 0
@@ -408,7 +431,7 @@ def facts_of(llm: Any, supported: Sequence[str]) -> ReadyMessage:
         places=config.scheduler_config.max_num_seqs,
         kv_tokens=blocks * cache.block_size * parallel.data_parallel_size,
         numerics=", ".join(filter(None, parts)),
-        exact=dtype == "float32" or invariant,
+        exact=numerics.exact,
         tasks=tasks,
         embedding_size=model.embedding_size if "embed" in tasks else 0,
         labels=[str(named[at]) for at in sorted(named)] if "classify" in tasks else [],
@@ -442,9 +465,6 @@ async def _serve(line: socket.socket, failures: RequestFailures) -> None:
         await _fail(writer, f"vLLM started, and failed at its first request: {_line(error)}")
         return
     facts = facts_of(llm, supported)
-    if facts.adapters and device() == "cpu":
-        await _fail(writer, f"{facts.name} {WRONG_ADAPTERS}")
-        return
     gc.collect()
     gc.freeze()  # as vLLM's own server does: else a look at all that was imported is a pause of every stream
     engine = LeaderRequests(llm, facts.vocab_size, writer, failures)
