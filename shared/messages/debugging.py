@@ -208,7 +208,7 @@ class LeaderDump(msgspec.Struct, frozen=True, omit_defaults=True):
 
     queues: list[QueuedDump]
     counts: dict[str, int]
-    allocator: AllocatorDump
+    allocator: AllocatorDump | None = None  # of engines that schedule for themselves nothing is known
     by_loop: bool = True  # whether its event loop told; else another thread read what it found
 
 

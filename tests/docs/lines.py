@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_547,  # vectors of servers by URL: +222; to come: 112,000
+    ("services", "shared"): 137_599,  # vectors of servers by URL: +222, queues of engines in dumps: +52; to come: 112,000
     ("benchmarks",): 14_124,  # to come: 13,000
-    ("tests",): 149_359,  # the same: +200; to come: 120,000
+    ("tests",): 149_374,  # the same: +215; to come: 120,000
 }
 
 

@@ -402,12 +402,15 @@ def _leader(leader: LeaderDump) -> Iterator[str]:
     counts = ", ".join(f"{count} {name}" for name, count in sorted(leader.counts.items()) if " " not in name)
     yield f"  {counts or 'empty'}" + ("" if leader.by_loop else "; read beside an event loop that does not turn")
     if leader.queues:
-        recurrent = bool(leader.allocator.state_slots)
-        head = ["generation", "state", "lane", "attempt", "age s", "prompt", "output", "computed", "blocks"]
+        blocks = leader.allocator
+        recurrent = blocks is not None and bool(blocks.state_slots)
+        head = ["generation", "state", "lane", "attempt", "age s", "prompt", "output"]
+        head += ["computed", "blocks"] if blocks is not None else []
         table = [[*head, *(("slot", "snapshots") if recurrent else ())]]
         for one in leader.queues[:QUEUED]:
             state = f"{one.state}, in step" if one.in_step else one.state
-            numbers = [one.prompt_tokens, one.output_tokens, one.computed, one.blocks]
+            numbers = [one.prompt_tokens, one.output_tokens]
+            numbers += [one.computed, one.blocks] if blocks is not None else []
             row = [one.generation_id, state, one.lane, str(one.attempt), f"{one.age:.1f}", *map(str, numbers)]
             if recurrent:
                 row += [str(one.slot) if one.slot >= 0 else "-", str(len(one.snapshots))]
@@ -415,7 +418,8 @@ def _leader(leader: LeaderDump) -> Iterator[str]:
         yield from _table(table)
         if len(leader.queues) > QUEUED:
             yield f"  ... {len(leader.queues) - QUEUED} more"
-    yield from _blocks(leader.allocator)
+    if leader.allocator is not None:
+        yield from _blocks(leader.allocator)
 
 
 def _blocks(blocks: AllocatorDump) -> Iterator[str]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,11 @@ from services.executor.core.engine import EngineSpec, traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.engines.base import EngineFacts, EngineStep, ServingEngine
-from services.executor.engines.requests import EngineRequests, spec_of, traits_of_engine
+from services.executor.engines.requests import EngineRequests, TrackedRequest, spec_of, traits_of_engine
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import RankSpec, Ready, SupervisorPipe
+from services.executor.leader.diagnostics import MOST_QUEUED, ask_loop
 from services.executor.leader.frames import output_tokens
 from services.executor.leader.group_leader import LOAD_INTERVAL, LOOP_BEAT, GroupLeader
 from services.executor.leader.step_loop import Throughput
@@ -39,6 +41,7 @@ from services.executor.scheduler.batcher import Entries
 from services.executor.supervisor.host.adapters import inspect_adapter
 from shared.errors import ModelLoadError, NoGroupAvailable
 from shared.messages import GenerationRequest, Refusal
+from shared.messages.debugging import LeaderDump, QueuedDump
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +82,8 @@ class EngineLeader(GroupLeader):
             self._batcher = EngineRequests(
                 facts, spec, max_waiting=self._settings.max_waiting, end_tokens=card.eos_token_ids, board=self._board
             )
+            loop = asyncio.get_running_loop()
+            self._supervisor.desk.on_state(lambda: ask_loop(loop, self._describe))
             if facts.adapters:
                 self._take_adapters(self._adapter_digest)
             self._report_load()
@@ -206,9 +211,36 @@ class EngineLeader(GroupLeader):
         if self._plan:
             self._plans.took(self._plan_step, max(1e-9, time.monotonic() - self._plan_since))
 
+    def _describe(self, by_loop: bool) -> LeaderDump:
+        return describe_requests(self._batcher.look(), time.monotonic(), by_loop)
+
     def _count(self) -> None:
         totals = self._board.totals
         totals.cached_tokens, totals.preemptions = self._batcher.cached_tokens, self._batcher.preemptions
+
+
+def describe_requests(requests: list[TrackedRequest], now: float, by_loop: bool) -> LeaderDump:
+    """`now`: of the clock by which they were taken on."""
+    queues = []
+    for one in requests[:MOST_QUEUED]:
+        request = one.request
+        queues.append(
+            QueuedDump(
+                generation_id=request.generation_id,
+                request_id=request.request_id,
+                state=one.state,
+                lane=request.lane,
+                attempt=request.attempt,
+                age=round(now - one.accepted_at, 3),
+                prompt_tokens=len(request.prompt),
+                output_tokens=len(one.output),
+                computed=0,
+                blocks=0,
+                session=bool(request.session),
+            )
+        )
+    counts = Counter(name for one in requests for name in (one.state, f"{one.state} {one.request.lane}"))
+    return LeaderDump(queues, dict(counts), by_loop=by_loop)
 
 
 def with_pooling(spec: EngineSpec, facts: EngineFacts, directory: Path) -> EngineSpec:

@@ -15,6 +15,7 @@ from the tokens that it has.
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -84,6 +85,11 @@ class TrackedRequest:
     @property
     def is_batch(self) -> bool:
         return makes_way(self.request)
+
+    @property
+    def state(self) -> Literal["held", "waiting", "running"]:
+        """What it does here; `running`: the engine has it."""
+        return "running" if self.submission else "held" if self.awaits else "waiting"
 
     @property
     def alone(self) -> bool:
@@ -247,6 +253,10 @@ class EngineRequests:
         for tracked in list(self._live.values()):
             self._end(tracked, tracked.error_entry(error))
         return self.take_entries()
+
+    def look(self) -> list[TrackedRequest]:
+        """All that are here, in the order in which they came."""
+        return list(self._live.values())
 
     # --- to the engine ---------------------------------------------------------------------------
 

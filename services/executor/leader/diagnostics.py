@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +105,26 @@ class LeaderDebug:
     # --- looked into -----------------------------------------------------------------------------
 
     def tell(self) -> LeaderDump | None:
-        """Called from another thread. None: nothing could be read."""
+        """As `ask_loop`."""
+        return ask_loop(self._loop, lambda by_loop: describe(self._batcher, time.monotonic(), by_loop))
 
-        async def in_loop() -> LeaderDump:
-            return describe(self._batcher, time.monotonic(), by_loop=True)
 
-        told = asyncio.run_coroutine_threadsafe(in_loop(), self._loop)
-        try:
-            return told.result(LOOP_ANSWER)
-        except concurrent.futures.TimeoutError:
-            told.cancel()
-        try:
-            return describe(self._batcher, time.monotonic(), by_loop=False)
-        except RuntimeError:
-            return None  # it changed while it was read: the loop turns again
+def ask_loop(loop: asyncio.AbstractEventLoop, describe: Callable[[bool], LeaderDump]) -> LeaderDump | None:
+    """What `describe` says, asked from another thread: by the loop, or beside one that does not turn (False). None:
+    nothing could be read."""
+
+    async def in_loop() -> LeaderDump:
+        return describe(True)
+
+    told = asyncio.run_coroutine_threadsafe(in_loop(), loop)
+    try:
+        return told.result(LOOP_ANSWER)
+    except concurrent.futures.TimeoutError:
+        told.cancel()
+    try:
+        return describe(False)
+    except RuntimeError:
+        return None  # it changed while it was read: the loop turns again
 
 
 def _ms(seconds: float) -> float:

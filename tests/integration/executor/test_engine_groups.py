@@ -15,6 +15,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
+from services.cli.commands.debug import fetch_dump
 from shared.config import CommonSettings
 from shared.messages import (
     Cancel,
@@ -162,6 +163,20 @@ async def test_cancel_is_an_abort_and_batch_work_makes_way(
         await dispatch(bus, request("d", seed=3))
         await reader.finish("d")
         assert (tmp_path / "aborted").read_text().split() == ["b/0/1", "c/0/1"]
+
+
+async def test_who_looks_into_the_group_sees_what_the_engine_has_and_what_waits(
+    start: Start, bus: Bus, nats_settings: CommonSettings, reader: Reader
+) -> None:
+    """The engine has one place."""
+    async with start(places=1) as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=400), request("b", seed=2, max_tokens=2))
+        await reader.some()
+        found = (await fetch_dump(nats_settings, "g", 5.0, 30)).leader
+        assert [(one.generation_id, one.state) for one in found.queues] == [("a", "running"), ("b", "waiting")]
+        assert found.queues[0].output_tokens > 0
+        assert (found.counts["running"], found.counts["waiting"], found.allocator) == (1, 1, None)
 
 
 async def test_a_drain_hands_back_what_is_not_over(start: Start, bus: Bus, reader: Reader) -> None:

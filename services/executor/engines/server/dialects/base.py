@@ -20,8 +20,8 @@ from shared.messages import TokenLogprobs
 # Vocabularies are padded differently by those who convert a model: so many ids more or fewer are the same one.
 VOCAB_PADDING = 1024
 
-# What no server is asked for so far (`EngineFacts.unsupported`), beside vectors where it gives none. Where the second of
-# two texts begins is not told to any: their routes for pairs take texts.
+# What no server is asked for so far (`EngineFacts.unsupported`), beside vectors where it gives none: where the second
+# of two texts begins is not told to any, as their routes for pairs take texts.
 UNSUPPORTED = ["second_segment", "adapter"]
 
 # A mark that differs from the last one where the server has computed something since, empty where it does not tell; and
