@@ -11,9 +11,12 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_599,  # vectors of servers by URL: +222, queues of engines in dumps: +52; to come: 112,000
+    (
+        "services",
+        "shared",
+    ): 137_623,  # vectors of servers by URL: +222, queues in dumps: +52, what is exact: +24; to come: 112,000
     ("benchmarks",): 14_124,  # to come: 13,000
-    ("tests",): 149_374,  # the same: +215; to come: 120,000
+    ("tests",): 149_407,  # the same: +248; to come: 120,000
 }
 
 

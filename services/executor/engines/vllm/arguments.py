@@ -5,11 +5,13 @@
 What would take away what a group relies on is refused by name.
 """
 
+import os
 import shlex
 from itertools import pairwise
 from pathlib import Path
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import BATCH_INVARIANT
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.pooling import is_classifier
 from services.executor.model.tokenizer_files import read_json
@@ -29,7 +31,6 @@ REFUSED = {
     "--speculative-config": "vLLM takes no logits processors beside speculative decoding",
     "-sc": "vLLM takes no logits processors beside speculative decoding",
     "--speculative-model": "vLLM takes no logits processors beside speculative decoding",
-    "--async-scheduling": "a continued answer changed its text in a trial with it",
     "--disable-log-stats": "the steps that it counts are the sign that the engine is alive",
     "--task": "--runner pooling says the like, with --convert",
     "--headless": "the engine runs in the executor's own process group",
@@ -59,8 +60,10 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
     names = {one.partition("=")[0].replace("_", "-") for one in given if one.startswith("-")}
     for name in sorted(names & REFUSED.keys()):
         raise ConfigurationError(f"--engine-args has {name}, which cannot be set, since {REFUSED[name]}; leave it out.")
-    own = ["--model", str(directory), "--no-async-scheduling", "--generation-config", "vllm"]
-    own += _runner(given, directory)
+    own = ["--model", str(directory), "--generation-config", "vllm", *_runner(given, directory)]
+    # In a trial with it one of 112 answers that were continued had another text, where all others were exact.
+    if not names & {"--async-scheduling", "--no-async-scheduling"} and _may_be_exact(settings, given):
+        own += ["--no-async-scheduling"]
     if settings.context_length:
         own += ["--max-model-len", str(settings.context_length)]
     if settings.dtype != "auto":
@@ -75,12 +78,24 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
 
 def _runner(given: list[str], directory: Path) -> list[str]:
     """Tokens are chosen by our processor; vLLM takes none where it gives vectors or classes."""
-    named = [one.partition("=")[2] or following for one, following in pairwise([*given, ""]) if one[:8] == "--runner"]
+    named = _values(given, "--runner")
     if "pooling" in named:
         return []
     if not named and _pools(directory):
         return ["--runner", "pooling"]
     return ["--logits-processors", PROCESSOR]
+
+
+def _may_be_exact(settings: ExecutorSettings, given: list[str]) -> bool:
+    """Whether answers are asked for that are the same in any batch (`Numerics.exact`)."""
+    dtypes = [_DTYPES.get(settings.dtype, settings.dtype), *_values(given, "--dtype")]
+    return dtypes[-1] in ("float32", "float") or os.environ.get(BATCH_INVARIANT, "0") not in ("", "0")
+
+
+def _values(given: list[str], name: str) -> list[str]:
+    """What the option is set to, each time that it is there."""
+    pairs = ((one.partition("="), following) for one, following in pairwise([*given, ""]))
+    return [value or following for (found, _, value), following in pairs if found.replace("_", "-") == name]
 
 
 def _pools(directory: Path) -> bool:

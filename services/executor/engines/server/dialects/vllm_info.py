@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from services.executor.engines.server.client import ServerClient
-from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import Numerics
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import BATCH_INVARIANT, Numerics
 
 
 class _ModelConfig(msgspec.Struct, frozen=True):
@@ -23,9 +23,14 @@ class _DeviceConfig(msgspec.Struct, frozen=True):
     device: str = ""
 
 
+class _SchedulerConfig(msgspec.Struct, frozen=True):
+    async_scheduling: bool | None = None
+
+
 class _Config(msgspec.Struct, frozen=True):
     model: _ModelConfig = msgspec.field(default=_ModelConfig(), name="model_config")
     cache: _CacheConfig = msgspec.field(default=_CacheConfig(), name="cache_config")
+    scheduler: _SchedulerConfig = msgspec.field(default=_SchedulerConfig(), name="scheduler_config")
     device: _DeviceConfig = msgspec.field(default=_DeviceConfig(), name="device_config")
 
 
@@ -46,5 +51,6 @@ async def numerics(client: ServerClient) -> Numerics:
         quantization=config.model.quantization or "",
         kv_cache=config.cache.cache_dtype,
         device=config.device.device,
-        invariant=bool(told.vllm_env.get("VLLM_BATCH_INVARIANT")),
+        invariant=bool(told.vllm_env.get(BATCH_INVARIANT)),
+        asynchronous=bool(config.scheduler.async_scheduling),
     )

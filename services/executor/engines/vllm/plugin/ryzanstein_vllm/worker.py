@@ -31,6 +31,7 @@ import msgspec
 LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 << 20  # of one message
 OLDEST = (0, 12)  # versions of vLLM before it have another interface
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # vLLM's: 1 for kernels whose sums do not depend on the batch
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
 # Of what requests may ask for, beside adapters without --enable-lora, and vectors where it generates (`ReadyMessage`).
 UNSUPPORTED: list[str] = []
@@ -382,12 +383,13 @@ class Numerics(NamedTuple):
     kv_cache: str  # dtype of its cache; auto: that of the model
     device: str
     invariant: bool  # whether VLLM_BATCH_INVARIANT is set, which has kernels for GPUs alone
+    asynchronous: bool  # whether steps are scheduled before the last one's tokens are known
 
     @property
     def exact(self) -> bool:
         """In fp32 throughout, sums of another batch differ by too little to be seen."""
         whole = self.dtype == "float32" and not self.quantization and self.kv_cache in ("auto", "float32")
-        return whole or (self.invariant and self.device == "cuda")
+        return not self.asynchronous and (whole or (self.invariant and self.device == "cuda"))
 
 
 def device() -> str:
@@ -407,7 +409,8 @@ def facts_of(llm: Any, supported: Sequence[str]) -> ReadyMessage:
         model.quantization or "",
         cache.cache_dtype,
         device(),
-        os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
+        os.environ.get(BATCH_INVARIANT, "0") not in ("", "0"),
+        bool(getattr(config.scheduler_config, "async_scheduling", False)),
     )
     parts = (
         f"vllm {vllm.__version__}",
