@@ -122,7 +122,11 @@ class ScriptedServer:
         return True
 
     async def _probed(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        tokens = body.get("prompt") or body.get("token_ids") or body.get("input_ids") or [0]
+        if max(body.get("input_ids", [0])) >= VOCAB:  # SGLang takes it, and dies of it
+            self.kill()
+            return
+        biased = [int(token) for token in body.get("sampling_params", {}).get("logit_bias", {})]
+        tokens = biased or body.get("prompt") or body.get("token_ids") or [0]
         seed = re.search(r"seed\W+?(-?\d+)", json.dumps(body))
         if tokens[0] >= VOCAB or (seed and seed[1] in self.refused_seeds):
             await answer(writer, 400, {"error": {"message": f"token {tokens[0]} or its seed is refused"}})

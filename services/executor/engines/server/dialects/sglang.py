@@ -85,7 +85,9 @@ class SglangDialect:
 
     async def examine(self, identity: Identity, vocab_size: int) -> EngineFacts:
         def probe(token: int) -> dict[str, Any]:
-            return {"input_ids": [token], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+            # A prompt of it would end the server: this is all of a request that is compared with its vocabulary.
+            sampling = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(token): 0.0}}
+            return {"input_ids": [0], "sampling_params": sampling}
 
         body = await base.check_vocabulary_by_asking(self._client, self.path, probe, vocab_size)
         if len(self._event(body).output_ids or []) != 1:
