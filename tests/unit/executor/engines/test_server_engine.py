@@ -122,6 +122,40 @@ async def test_sglang_may_send_new_tokens_alone_and_take_the_last_one_off() -> N
         assert told[-1].finish == "stop"
 
 
+ABORTS = [(400, "invalid_request"), (503, "unavailable"), (500, "internal_error"), (None, "unavailable")]
+
+
+@pytest.mark.parametrize("logprobs", [-1, 1])
+@pytest.mark.parametrize(("status", "code"), ABORTS)
+async def test_what_sglang_aborts_is_told_and_its_filler_is_no_token(
+    status: int | None, code: str, logprobs: int
+) -> None:
+    """As 0.5.23 answers a prompt that is too long: with a token, and without log probabilities."""
+    async with serving("sglang") as (server, engine):
+        aborted = event("sglang", [0], "abort", 1)
+        aborted["meta_info"]["finish_reason"] |= {"message": "Input length exceeds 8186.", "status_code": status}
+        server.script = sends(aborted)
+        delta = await failed(engine, asked(sampling=SamplingParams(logprobs=logprobs)))
+        assert (delta.tokens, delta.code) == ([], code)
+        assert delta.error.endswith("it aborted the request: Input length exceeds 8186")
+
+
+async def test_sglang_tells_of_wrong_numbers_as_of_a_stop_string() -> None:
+    async with serving("sglang") as (server, engine):
+        last = event("sglang", [5, 9], "stop", 2)
+        last["meta_info"]["finish_reason"]["matched"] = "NaN happened"
+        server.script = sends(event("sglang", [5], count=1), last)
+        delta = await failed(engine, asked(stop_token_ids=[9]))
+        assert "NaN happened" in delta.error
+        assert 9 not in delta.tokens
+
+
+async def test_sglang_takes_no_prompt_of_its_whole_context() -> None:
+    async with serving("sglang", start=False) as (server, engine):
+        server.told["/get_server_info"] |= {"max_req_input_len": 26}
+        assert (await engine.start()).context_length == 26
+
+
 async def test_vllm_is_asked_for_tokens_where_it_offers_that_and_is_exact_with_our_processor() -> None:
     async with serving(start=False) as (server, engine):
         server.told["/inference/v1/generate"] = True

@@ -208,6 +208,13 @@ def of_candidates(tokens: int, told: list[Candidate], wanted: int) -> list[Token
     return ranked(tokens, [one.logprob for one in told], tops, wanted)
 
 
+def code_of(status: int) -> str:
+    """The error of a request that is answered with it."""
+    if status in (408, 425, 429, 502, 503, 504):
+        return "unavailable"
+    return "invalid_request" if 400 <= status < 500 else "internal_error"
+
+
 def ending(finish: str) -> StreamPiece:
     """`finish` as servers with OpenAI's names tell it. What else they have, such as `abort`, is no ending of ours."""
     if finish in ("stop", "length"):

@@ -47,6 +47,7 @@ class _Finish(msgspec.Struct):
     type: str
     matched: int | str | None = None
     message: str = ""
+    status_code: int | None = None  # of what is aborted
 
 
 class _Meta(msgspec.Struct):
@@ -170,6 +171,8 @@ class SglangReader:
 
     def _piece(self, ids: list[int], meta: _Meta) -> StreamPiece:
         finish = meta.finish_reason
+        if finish is not None and (finish.type == "abort" or isinstance(finish.matched, str)):
+            return _aborted(finish)  # whose tokens are filler
         piece = base.ending(finish.type) if finish is not None else StreamPiece()
         if finish is not None and isinstance(finish.matched, int) and ids[-1:] != [finish.matched]:
             ids = [*ids, finish.matched]  # taken off as the end of a text would be
@@ -187,3 +190,10 @@ class SglangReader:
         chosen = [logprob for logprob, _, _ in meta.output_token_logprobs[-fresh:]]
         tops = [[(token, logprob) for logprob, token, _ in top or []] for top in meta.output_top_logprobs[-fresh:]]
         return base.ranked(fresh, chosen, tops or [None] * fresh, self._wanted)
+
+
+def _aborted(finish: _Finish) -> StreamPiece:
+    if isinstance(finish.matched, str):  # no stop string is asked for: so it tells of logits that are no numbers
+        return StreamPiece(error=f"it ended the request: {finish.matched}")
+    code = base.code_of(finish.status_code or 503)
+    return StreamPiece(error=f"it aborted the request: {finish.message or 'it says no reason'}", code=code)
