@@ -40,6 +40,7 @@ class _ServerInfo(msgspec.Struct):
     quantization: str | None = None
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
+    max_req_input_len: int | None = None  # a prompt has fewer tokens
     enable_deterministic_inference: bool = False
 
 
@@ -98,7 +99,8 @@ class SglangDialect:
         return EngineFacts(
             name=identity.server,
             vocab_size=vocab_size,
-            context_length=identity.context_length,
+            # It computes no prompt of its whole context, which a continuation of an answer may be.
+            context_length=told.max_req_input_len or identity.context_length,
             unsupported=UNSUPPORTED,
             numerics=" ".join(filter(None, [identity.server, f"dtype={told.dtype}", told.quantization])),
             places=told.max_running_requests or 0,
