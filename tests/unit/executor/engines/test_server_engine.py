@@ -375,6 +375,7 @@ STARTS: list[tuple[str, str, str, Any, int, type[RyzansteinError], str]] = [
         Unavailable,
         "not ready .503: Loading",
     ),
+    ("sglang", "sglang", "/health", (503, ""), VOCAB, Unavailable, "not ready .503: nothing"),
     ("vllm", "vllm", "/version", "x" * (5 << 20), VOCAB, ConfigurationError, "more than 4194304 bytes"),
     ("vllm", "vllm", "/v1/models", {"data": []}, VOCAB, ConfigurationError, "serves no model"),
 ]
