@@ -461,6 +461,9 @@ async def test_a_body_names_all_that_is_asked_for(kind: str) -> None:
     assert (params["temperature"], params["top_p"], params["min_p"]) == (1.0, 1.0, 0.0)
     assert params["top_k"] in (0, -1)
     assert params["ignore_eos"] is True
+    if kind == "sglang":
+        past_the_end = dialect.body(asked(stop_token_ids=[7], runs_on=True))["sampling_params"]
+        assert (past_the_end["ignore_eos"], past_the_end["stop_token_ids"]) == (True, [7])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])

@@ -7,7 +7,6 @@ never taken for tokens.
 
 `output_ids` are all tokens so far, or with --incremental-streaming-output those that are new: `completion_tokens` tells
 which. A seed is of use with --enable-deterministic-inference alone, where SGLang draws by (seed, position) itself.
-`ignore_eos` switches its stop tokens off, too.
 """
 
 from typing import Any
@@ -119,7 +118,8 @@ class SglangDialect:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": request.stop_token_ids,
-            "ignore_eos": not request.stop_token_ids,
+            # Its stop tokens go with it: then the connection is closed behind one.
+            "ignore_eos": request.runs_on or not request.stop_token_ids,
             "min_new_tokens": base.min_tokens(request, sampling.min_tokens),
             "no_stop_trim": True,
         }
