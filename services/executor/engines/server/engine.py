@@ -200,8 +200,9 @@ class ServerEngine:
 
     def _progressed(self, kv_used: float) -> None:
         self._kv_used = kv_used
-        self._steps += 1
-        self._wake.set()
+        if self._serving:  # else it is what the server does of itself
+            self._steps += 1
+            self._wake.set()
 
     def _lose(self, lost: RingLost) -> None:
         self._lost = self._lost or lost

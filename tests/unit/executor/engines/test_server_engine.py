@@ -335,6 +335,12 @@ async def test_steps_are_progress_and_not_health(kind: str, path: str, form: str
             assert engine._steps == 0
         count = iter(range(1_000_000))
         server.told[path] = lambda: form % next(count)
+        server.asked.clear()
+        enough.clear()
+        await enough.wait()
+        assert engine._steps == 0, "SGLang computes a token for each look at its health while it has nothing to do"
+        server.script = sends(until=Exchange.closed_by_client)
+        engine.submit(asked())
         assert (await engine.next()).steps < (await engine.next()).steps
 
 
