@@ -54,6 +54,7 @@ class ScriptedServer:
         self.kind = kind
         self.told: dict[str, Any] = {"/health": {}} | TOLD[kind]  # path to what it answers, or to (status, that)
         self.refused_seeds: tuple[str, ...] = ()  # those that our processor refuses, where it is loaded
+        self.tempered = False  # whether its log probabilities are those at the request's temperature
         self.wanted_token = ""  # the authorization that it asks for
         self.script: Script | None = None
         self.asked: list[str] = []
@@ -131,7 +132,9 @@ class ScriptedServer:
         if tokens[0] >= VOCAB or (seed and seed[1] in self.refused_seeds):
             await answer(writer, 400, {"error": {"message": f"token {tokens[0]} or its seed is refused"}})
         else:
-            token = event(self.kind, [7], "length", 1) | {"system_fingerprint": "abc"}
+            hot = self.tempered and body.get("sampling_params", {}).get("temperature", 0) > 1
+            tops = {"output_top_logprobs": [[[-4.5 if hot else -0.5, 7, None]]]} if "return_logprob" in body else None
+            token = event(self.kind, [7], "length", 1, tops) | {"system_fingerprint": "abc"}
             await answer(writer, 200, self.told.get("token", token))
 
 

@@ -156,6 +156,12 @@ async def test_sglang_takes_no_prompt_of_its_whole_context() -> None:
         assert (await engine.start()).context_length == 26
 
 
+async def test_sglang_tells_log_probabilities_where_they_are_the_models() -> None:
+    async with serving("sglang", start=False) as (server, engine):
+        server.tempered = True
+        assert (await engine.start()).unsupported == [*CANNOT["SGLang"], "logprobs"]
+
+
 async def test_vllm_is_asked_for_tokens_where_it_offers_that_and_is_exact_with_our_processor() -> None:
     async with serving(start=False) as (server, engine):
         server.told["/inference/v1/generate"] = True

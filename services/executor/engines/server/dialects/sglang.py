@@ -22,9 +22,19 @@ from shared.messages import TokenLogprobs
 # A salt that an older version leaves out of its cache's keys would be no error there.
 UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "prompt_logprobs", "cache_salt"]
 UNSUPPORTED += base.UNSUPPORTED
+# Without SGLANG_RETURN_ORIGINAL_LOGPROB=1 log probabilities are those at the request's temperature.
+TEMPERED = ["logprobs"]
 
 _KV_USED = "sglang:token_usage"
-_PROGRESS = (_KV_USED, "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:gen_throughput")
+# The first two grow with each part of a long prompt; the others once requests are over, or now and then.
+_PROGRESS = (
+    _KV_USED,
+    "sglang:realtime_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+    "sglang:gen_throughput",
+)
+_HOT = 100.0  # a temperature at which all tokens are about as likely
 
 
 class _ModelInfo(msgspec.Struct):
@@ -95,12 +105,13 @@ class SglangDialect:
             raise base.exchanges_no_tokens(self._client, "SGLang", "an answer has no output_ids")
         told = await self._server()
         self._seeded = told.enable_deterministic_inference
+        tempered = abs(await self._likeliest(0.0) - await self._likeliest(_HOT)) > 0.5
         return EngineFacts(
             name=identity.server,
             vocab_size=vocab_size,
             # It computes no prompt of its whole context, which a continuation of an answer may be.
             context_length=told.max_req_input_len or identity.context_length,
-            unsupported=UNSUPPORTED,
+            unsupported=[*UNSUPPORTED, *TEMPERED] if tempered else UNSUPPORTED,
             numerics=" ".join(filter(None, [identity.server, f"dtype={told.dtype}", told.quantization])),
             places=told.max_running_requests or 0,
             kv_tokens=told.max_total_num_tokens or 0,
@@ -142,6 +153,15 @@ class SglangDialect:
         # Without --enable-metrics. This one is answered by what computes, between two of its steps.
         self._answered += (await self._info("server_info")).status == 200
         return f"answer {self._answered}", 0.0
+
+    async def _likeliest(self, temperature: float) -> float:
+        """The log probability of the likeliest token, as told at this temperature."""
+        sampling = {"max_new_tokens": 1, "temperature": temperature}
+        asked = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 1}
+        answer = await self._client.ask(self.path, asked | {"logprob_start_len": -1})
+        meta = base.decoded(self._client, answer, _Event, "SGLang", self.path).meta_info
+        tops = meta.output_top_logprobs[-1:] if meta is not None else []
+        return max((top[0] for top in tops[0]), default=0.0) if tops and tops[0] else 0.0
 
     async def _server(self) -> _ServerInfo:
         return base.decoded(self._client, await self._info("server_info"), _ServerInfo, "SGLang", "/server_info")
