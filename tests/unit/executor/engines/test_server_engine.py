@@ -350,6 +350,17 @@ async def test_steps_are_progress_and_not_health(kind: str, path: str, form: str
         assert (await engine.next()).steps < (await engine.next()).steps
 
 
+async def test_what_computes_is_there() -> None:
+    """SGLang answers /health between two parts of a prompt, one of which may take longer than a look waits."""
+    async with serving("sglang") as (_, engine):
+        assert engine._watch is not None
+        engine._watch._answered = 0.0
+        await engine._watch._see_progress()
+        assert engine._watch._answered == 0.0, "the first mark tells nothing"
+        await engine._watch._see_progress()
+        assert engine._watch._answered > 0.0
+
+
 async def test_a_server_waits_for_whoever_takes_its_tokens() -> None:
     async with serving() as (server, engine):
         count = 5 * generations.EVENTS_GATHERED
