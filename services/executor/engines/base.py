@@ -38,6 +38,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="genera
     pool: Literal["", "embed", "classify"] = ""  # the prompt's vector or its classes' logits are wanted, and no tokens
     normalized: bool = True  # whether that vector is brought to length 1
     second_segment: int = 0  # as `GenerationRequest.second_segment`
+    runs_on: bool = False  # behind the model's own end, which is then none of `stop_token_ids`
 
 
 class EngineAbort(msgspec.Struct, frozen=True, tag="abort"):

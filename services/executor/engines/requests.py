@@ -314,6 +314,7 @@ class EngineRequests:
             max_tokens=max(0, left),
             sampling=request.sampling,
             stop_token_ids=stops,
+            runs_on=not set(self._end_tokens) <= set(stops),
             grammar=request.grammar,
             prompt_logprobs=-1 if tracked.output else request.prompt_logprobs,
             cache_salt=request.cache_salt,

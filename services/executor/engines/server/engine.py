@@ -18,7 +18,7 @@ import structlog
 from services.executor.core.settings import ExecutorSettings
 from services.executor.engines.base import EngineFacts, EngineRequest, EngineStep, ServingEngine
 from services.executor.engines.server.client import ServerClient, ServerFault
-from services.executor.engines.server.dialects.base import Identity, ServerDialect
+from services.executor.engines.server.dialects.base import Identity, ServerDialect, expect_ready
 from services.executor.engines.server.dialects.catalog import DIALECTS
 from services.executor.engines.server.generation import ServerGeneration
 from services.executor.engines.server.watch import Watch
@@ -81,6 +81,8 @@ class ServerEngine:
         name = self._client.name
         try:
             identity = await self._reached()
+            # SGLang listens, and computes what it is asked for, before its warm-up is over.
+            expect_ready(self._client, await self._client.ask("/health"))
             facts = await self._dialect.examine(identity, self._vocab_size)
         except httpx.TransportError as error:
             raise Unavailable(
@@ -198,8 +200,9 @@ class ServerEngine:
 
     def _progressed(self, kv_used: float) -> None:
         self._kv_used = kv_used
-        self._steps += 1
-        self._wake.set()
+        if self._serving:  # else it is what the server does of itself
+            self._steps += 1
+            self._wake.set()
 
     def _lose(self, lost: RingLost) -> None:
         self._lost = self._lost or lost

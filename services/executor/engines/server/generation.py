@@ -13,7 +13,7 @@ import msgspec
 
 from services.executor.engines.base import EngineDelta, EngineRequest
 from services.executor.engines.server.client import ServerClient, ServerFault, events
-from services.executor.engines.server.dialects.base import ServerDialect, StreamPiece
+from services.executor.engines.server.dialects.base import ServerDialect, StreamPiece, code_of
 from shared.errors import reason_of
 from shared.messages import TokenLogprobs
 
@@ -140,10 +140,7 @@ class ServerGeneration:
     async def _refused(self, response: httpx.Response) -> None:
         answer = await self._client.error(response)
         self._client.refuse_unauthorized(answer)
-        code = "invalid_request" if 400 <= answer.status < 500 else "internal_error"
-        if answer.status in (408, 425, 429, 502, 503, 504):
-            code = "unavailable"
-        self.end("", f"it answers {answer.status}: {self._client.sentence(answer)}", code)
+        self.end("", f"it answers {answer.status}: {self._client.sentence(answer)}", code_of(answer.status))
 
     def _event_bytes(self) -> int:
         request = self.request

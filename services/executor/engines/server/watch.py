@@ -21,7 +21,8 @@ from shared.errors import ConfigurationError, RingLost, Unavailable, reason_of
 HEALTH_SECONDS = 1.0
 IDENTITY_SECONDS = 10.0
 ANSWER_SECONDS = 5.0  # for an answer to one look; a busy server that takes longer is not judged by it
-SILENCE_SECONDS = 60.0  # without any answer to looks: then nobody is there, as when a host has lost its power
+# Without an answer to /health, and without progress: then nobody is there, as when a host has lost its power.
+SILENCE_SECONDS = 60.0
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class Watch:
             return
         known, self._mark = self._mark, mark or self._mark
         if known not in ("", self._mark):  # the first one tells nothing
+            self._answered = asyncio.get_running_loop().time()
             self._on_progress(kv_used)
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:

@@ -56,6 +56,7 @@ class ScriptedServer:
         self.kind = kind
         self.told: dict[str, Any] = {"/health": {}} | TOLD[kind]  # path to what it answers, or to (status, that)
         self.refused_seeds: tuple[str, ...] = ()  # those that our processor refuses, where it is loaded
+        self.tempered = False  # whether its log probabilities are those at the request's temperature
         self.wanted_token = ""  # the authorization that it asks for
         self.script: Script | None = None
         self.task = "embed"  # of a model that generates nothing
@@ -127,7 +128,11 @@ class ScriptedServer:
         return True
 
     async def _probed(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        tokens = body.get("prompt") or body.get("token_ids") or body.get("input_ids") or body.get("input") or [0]
+        if max(body.get("input_ids", [0])) >= VOCAB:  # SGLang takes it, and dies of it
+            self.kill()
+            return
+        biased = [int(token) for token in body.get("sampling_params", {}).get("logit_bias", {})]
+        tokens = biased or body.get("prompt") or body.get("token_ids") or body.get("input") or [0]
         seed = re.search(r"seed\W+?(-?\d+)", json.dumps(body))
         if tokens[0] >= VOCAB or (seed and seed[1] in self.refused_seeds):
             await answer(writer, 400, {"error": {"message": f"token {tokens[0]} or its seed is refused"}})
@@ -140,7 +145,9 @@ class ScriptedServer:
             else:
                 await answer(writer, 400, {"error": {"message": f"no task {body['task']}"}})
         else:
-            token = event(self.kind, [7], "length", 1) | {"system_fingerprint": "abc"}
+            hot = self.tempered and body.get("sampling_params", {}).get("temperature", 0) > 1
+            tops = {"output_top_logprobs": [[[-4.5 if hot else -0.5, 7, None]]]} if "return_logprob" in body else None
+            token = event(self.kind, [7], "length", 1, tops) | {"system_fingerprint": "abc"}
             await answer(writer, 200, self.told.get("token", token))
 
 

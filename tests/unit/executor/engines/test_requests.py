@@ -81,7 +81,7 @@ def told(requests: EngineRequests, *deltas: EngineDelta, **step: Any) -> list[To
 
 def test_an_answer_is_cut_behind_its_stop_token() -> None:
     requests, (one,) = begun(ask(stop_token_ids=[7]))
-    assert one.stop_token_ids == [7]
+    assert (one.stop_token_ids, one.runs_on) == ([7], True)
     (entry,) = told(requests, EngineDelta(one.id, [5, 7, 8]))
     assert (entry.tokens, entry.finish) == ([5, 7], "stop")
     assert requests.take_aborts() == [one.id], "the engine does not know"
@@ -103,7 +103,7 @@ def test_the_token_that_ends_a_grammars_text_is_no_part_of_it(last: int, tokens:
     assert nothing == [], "its grammar is being compiled"
     requests.release(request, grammar_state(complete=False))
     (one,) = requests.take_submissions(1.0)
-    assert one.stop_token_ids == [END, 9]
+    assert (one.stop_token_ids, one.runs_on) == ([END, 9], False)
     (entry,) = told(requests, EngineDelta(one.id, [5, last], "stop"))
     assert (entry.tokens, entry.finish) == (tokens, "stop")
 

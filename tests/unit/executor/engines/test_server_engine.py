@@ -137,6 +137,46 @@ async def test_sglang_may_send_new_tokens_alone_and_take_the_last_one_off() -> N
         assert told[-1].finish == "stop"
 
 
+ABORTS = [(400, "invalid_request"), (503, "unavailable"), (500, "internal_error"), (None, "unavailable")]
+
+
+@pytest.mark.parametrize("logprobs", [-1, 1])
+@pytest.mark.parametrize(("status", "code"), ABORTS)
+async def test_what_sglang_aborts_is_told_and_its_filler_is_no_token(
+    status: int | None, code: str, logprobs: int
+) -> None:
+    """As 0.5.23 answers a prompt that is too long: with a token, and without log probabilities."""
+    async with serving("sglang") as (server, engine):
+        aborted = event("sglang", [0], "abort", 1)
+        aborted["meta_info"]["finish_reason"] |= {"message": "Input length exceeds 8186.", "status_code": status}
+        server.script = sends(aborted)
+        delta = await failed(engine, asked(sampling=SamplingParams(logprobs=logprobs)))
+        assert (delta.tokens, delta.code) == ([], code)
+        assert delta.error.endswith("it aborted the request: Input length exceeds 8186")
+
+
+async def test_sglang_tells_of_wrong_numbers_as_of_a_stop_string() -> None:
+    async with serving("sglang") as (server, engine):
+        last = event("sglang", [5, 9], "stop", 2)
+        last["meta_info"]["finish_reason"]["matched"] = "NaN happened"
+        server.script = sends(event("sglang", [5], count=1), last)
+        delta = await failed(engine, asked(stop_token_ids=[9]))
+        assert "NaN happened" in delta.error
+        assert 9 not in delta.tokens
+
+
+async def test_sglang_takes_no_prompt_of_its_whole_context() -> None:
+    async with serving("sglang", start=False) as (server, engine):
+        server.told["/get_server_info"] |= {"max_req_input_len": 26}
+        assert (await engine.start()).context_length == 26
+
+
+async def test_sglang_tells_log_probabilities_where_they_are_the_models() -> None:
+    async with serving("sglang", start=False) as (server, engine):
+        server.tempered = True
+        assert (await engine.start()).unsupported == [*CANNOT["SGLang"], "logprobs"]
+
+
 async def test_vllm_is_asked_for_tokens_where_it_offers_that_and_is_exact_with_our_processor() -> None:
     async with serving(start=False) as (server, engine):
         server.told["/inference/v1/generate"] = True
@@ -316,7 +356,24 @@ async def test_steps_are_progress_and_not_health(kind: str, path: str, form: str
             assert engine._steps == 0
         count = iter(range(1_000_000))
         server.told[path] = lambda: form % next(count)
+        server.asked.clear()
+        enough.clear()
+        await enough.wait()
+        assert engine._steps == 0, "SGLang computes a token for each look at its health while it has nothing to do"
+        server.script = sends(until=Exchange.closed_by_client)
+        engine.submit(asked())
         assert (await engine.next()).steps < (await engine.next()).steps
+
+
+async def test_what_computes_is_there() -> None:
+    """SGLang answers /health between two parts of a prompt, one of which may take longer than a look waits."""
+    async with serving("sglang") as (_, engine):
+        assert engine._watch is not None
+        engine._watch._answered = 0.0
+        await engine._watch._see_progress()
+        assert engine._watch._answered == 0.0, "the first mark tells nothing"
+        await engine._watch._see_progress()
+        assert engine._watch._answered > 0.0
 
 
 async def test_a_server_waits_for_whoever_takes_its_tokens() -> None:
@@ -356,6 +413,7 @@ STARTS: list[tuple[str, str, str, Any, int, type[RyzansteinError], str]] = [
         Unavailable,
         "not ready .503: Loading",
     ),
+    ("sglang", "sglang", "/health", (503, ""), VOCAB, Unavailable, "not ready .503: nothing"),
     ("vllm", "vllm", "/version", "x" * (5 << 20), VOCAB, ConfigurationError, "more than 4194304 bytes"),
     ("vllm", "vllm", "/v1/models", {"data": []}, VOCAB, ConfigurationError, "serves no model"),
 ]
@@ -441,6 +499,9 @@ async def test_a_body_names_all_that_is_asked_for(kind: str) -> None:
     assert (params["temperature"], params["top_p"], params["min_p"]) == (1.0, 1.0, 0.0)
     assert params["top_k"] in (0, -1)
     assert params["ignore_eos"] is True
+    if kind == "sglang":
+        past_the_end = dialect.body(asked(stop_token_ids=[7], runs_on=True))["sampling_params"]
+        assert (past_the_end["ignore_eos"], past_the_end["stop_token_ids"]) == (True, [7])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])

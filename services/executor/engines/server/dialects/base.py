@@ -130,7 +130,7 @@ class ServerDialect(Protocol):
 
 def decoded(client: ServerClient, answer: ServerAnswer, kind: type[T], server: str, path: str) -> T:
     """The answer as what `server` would have said."""
-    _expect_ready(client, answer)
+    expect_ready(client, answer)
     try:
         if answer.status == 200:
             return msgspec.json.decode(answer.body, type=kind)
@@ -164,7 +164,7 @@ async def check_vocabulary_by_asking(
     """For servers that do not tell: the vocabulary's last token is taken, one far beyond it is not. Returns what comes
     for the last one."""
     answer = await client.ask(path, probe(vocab_size - 1))
-    _expect_ready(client, answer)
+    expect_ready(client, answer)
     if answer.status != 200:
         said = client.sentence(answer)
         raise other_vocabulary(client, f"does not continue the token id {vocab_size - 1} ({said})", vocab_size)
@@ -173,7 +173,7 @@ async def check_vocabulary_by_asking(
     return answer.body
 
 
-def _expect_ready(client: ServerClient, answer: ServerAnswer) -> None:
+def expect_ready(client: ServerClient, answer: ServerAnswer) -> None:
     client.refuse_unauthorized(answer)
     if answer.status >= 500:
         raise Unavailable(
@@ -221,6 +221,13 @@ def vector_piece(vector: bytes, numbers: int) -> StreamPiece:
     if len(vector) != 4 * numbers:
         raise ServerFault(f"it sent a vector of {len(vector) // 4} numbers, where it had {numbers} at the start")
     return StreamPiece(finish="stop", vector=vector)
+
+
+def code_of(status: int) -> str:
+    """The error of a request that is answered with it."""
+    if status in (408, 425, 429, 502, 503, 504):
+        return "unavailable"
+    return "invalid_request" if 400 <= status < 500 else "internal_error"
 
 
 def ending(finish: str) -> StreamPiece:

@@ -123,8 +123,7 @@ class LlamaCppDialect:
             "min_p": sampling.min_p,
             "seed": sampling.seed % _RANDOM_SEED,
             "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
-            # The model's ends are among the stop tokens, unless they are to be ignored.
-            "ignore_eos": not request.stop_token_ids,
+            "ignore_eos": request.runs_on or not request.stop_token_ids,
         }
 
     def reader(self, request: EngineRequest) -> base.Reader:

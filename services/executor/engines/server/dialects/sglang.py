@@ -1,13 +1,11 @@
 """SGLang's server: `/generate`, with `input_ids`.
 
-Written after its documentation and tried against no server: what does not fit is told as a fault of one request, and
-never taken for tokens.
+Tried against 0.5.23 on a CPU: what does not fit is told as a fault of one request, and never taken for tokens.
 
     data: {"output_ids": [...], "meta_info": {"completion_tokens": 7, "finish_reason": null, ...}}
 
 `output_ids` are all tokens so far, or with --incremental-streaming-output those that are new: `completion_tokens` tells
 which. A seed is of use with --enable-deterministic-inference alone, where SGLang draws by (seed, position) itself.
-`ignore_eos` switches its stop tokens off, too.
 """
 
 from typing import Any
@@ -23,9 +21,19 @@ from shared.messages import TokenLogprobs
 # A salt that an older version leaves out of its cache's keys would be no error there.
 UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "prompt_logprobs", "cache_salt"]
 UNSUPPORTED += ["pooling", *base.UNSUPPORTED]
+# Without SGLANG_RETURN_ORIGINAL_LOGPROB=1 log probabilities are those at the request's temperature.
+TEMPERED = ["logprobs"]
 
 _KV_USED = "sglang:token_usage"
-_PROGRESS = (_KV_USED, "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:gen_throughput")
+# The first two grow with each part of a long prompt; the others once requests are over, or now and then.
+_PROGRESS = (
+    _KV_USED,
+    "sglang:realtime_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+    "sglang:gen_throughput",
+)
+_HOT = 100.0  # a temperature at which all tokens are about as likely
 
 
 class _ModelInfo(msgspec.Struct):
@@ -40,6 +48,7 @@ class _ServerInfo(msgspec.Struct):
     quantization: str | None = None
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
+    max_req_input_len: int | None = None  # a prompt has fewer tokens
     enable_deterministic_inference: bool = False
 
 
@@ -47,6 +56,7 @@ class _Finish(msgspec.Struct):
     type: str
     matched: int | str | None = None
     message: str = ""
+    status_code: int | None = None  # of what is aborted
 
 
 class _Meta(msgspec.Struct):
@@ -86,18 +96,22 @@ class SglangDialect:
 
     async def examine(self, identity: Identity, vocab_size: int) -> EngineFacts:
         def probe(token: int) -> dict[str, Any]:
-            return {"input_ids": [token], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+            # A prompt of it would end the server: this is all of a request that is compared with its vocabulary.
+            sampling = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(token): 0.0}}
+            return {"input_ids": [0], "sampling_params": sampling}
 
         body = await base.check_vocabulary_by_asking(self._client, self.path, probe, vocab_size)
         if len(self._event(body).output_ids or []) != 1:
             raise base.exchanges_no_tokens(self._client, "SGLang", "an answer has no output_ids")
         told = await self._server()
         self._seeded = told.enable_deterministic_inference
+        tempered = abs(await self._likeliest(0.0) - await self._likeliest(_HOT)) > 0.5
         return EngineFacts(
             name=identity.server,
             vocab_size=vocab_size,
-            context_length=identity.context_length,
-            unsupported=UNSUPPORTED,
+            # It computes no prompt of its whole context, which a continuation of an answer may be.
+            context_length=told.max_req_input_len or identity.context_length,
+            unsupported=[*UNSUPPORTED, *TEMPERED] if tempered else UNSUPPORTED,
             numerics=" ".join(filter(None, [identity.server, f"dtype={told.dtype}", told.quantization])),
             places=told.max_running_requests or 0,
             kv_tokens=told.max_total_num_tokens or 0,
@@ -115,7 +129,8 @@ class SglangDialect:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": request.stop_token_ids,
-            "ignore_eos": not request.stop_token_ids,
+            # Its stop tokens go with it: then the connection is closed behind one.
+            "ignore_eos": request.runs_on or not request.stop_token_ids,
             "min_new_tokens": base.min_tokens(request, sampling.min_tokens),
             "no_stop_trim": True,
         }
@@ -138,6 +153,15 @@ class SglangDialect:
         # Without --enable-metrics. This one is answered by what computes, between two of its steps.
         self._answered += (await self._info("server_info")).status == 200
         return f"answer {self._answered}", 0.0
+
+    async def _likeliest(self, temperature: float) -> float:
+        """The log probability of the likeliest token, as told at this temperature."""
+        sampling = {"max_new_tokens": 1, "temperature": temperature}
+        asked = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 1}
+        answer = await self._client.ask(self.path, asked | {"logprob_start_len": -1})
+        meta = base.decoded(self._client, answer, _Event, "SGLang", self.path).meta_info
+        tops = meta.output_top_logprobs[-1:] if meta is not None else []
+        return max((top[0] for top in tops[0]), default=0.0) if tops and tops[0] else 0.0
 
     async def _server(self) -> _ServerInfo:
         return base.decoded(self._client, await self._info("server_info"), _ServerInfo, "SGLang", "/server_info")
@@ -169,6 +193,8 @@ class SglangReader:
 
     def _piece(self, ids: list[int], meta: _Meta) -> StreamPiece:
         finish = meta.finish_reason
+        if finish is not None and (finish.type == "abort" or isinstance(finish.matched, str)):
+            return _aborted(finish)  # whose tokens are filler
         piece = base.ending(finish.type) if finish is not None else StreamPiece()
         if finish is not None and isinstance(finish.matched, int) and ids[-1:] != [finish.matched]:
             ids = [*ids, finish.matched]  # taken off as the end of a text would be
@@ -186,3 +212,10 @@ class SglangReader:
         chosen = [logprob for logprob, _, _ in meta.output_token_logprobs[-fresh:]]
         tops = [[(token, logprob) for logprob, token, _ in top or []] for top in meta.output_top_logprobs[-fresh:]]
         return base.ranked(fresh, chosen, tops or [None] * fresh, self._wanted)
+
+
+def _aborted(finish: _Finish) -> StreamPiece:
+    if isinstance(finish.matched, str):  # no stop string is asked for: so it tells of logits that are no numbers
+        return StreamPiece(error=f"it ended the request: {finish.matched}")
+    code = base.code_of(finish.status_code or 503)
+    return StreamPiece(error=f"it aborted the request: {finish.message or 'it says no reason'}", code=code)

@@ -74,6 +74,7 @@ class Generate(msgspec.Struct, tag="generate"):
     pool: str = ""
     normalized: bool = True
     second_segment: int = 0
+    runs_on: bool = False  # vLLM knows of no end but `stop_token_ids`
 
 
 class Abort(msgspec.Struct, tag="abort"):
