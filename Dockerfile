@@ -179,12 +179,14 @@ USER 10001:10001
 
 # vLLM as the executor's engine (docs/engines.md), in vLLM's own image as BASE_IMAGE. The executor is in /opt/venv, which
 # has that image's Python and none of its packages: nothing of vLLM's moves. VLLM_PYTHON is the Python that has vLLM.
-# Volume: /kernels, for what vLLM and Triton compile; it must not be mounted noexec, and /tmp neither.
+# Volume: /kernels, for what vLLM, PyTorch and Triton compile; it must not be mounted noexec, and /tmp neither.
 FROM runtime AS executor-vllm
 ARG VLLM_PYTHON=/usr/bin/python3
 USER 0:0
-RUN test ! -e /opt/venv && "${VLLM_PYTHON}" -c "import importlib.metadata; importlib.metadata.version('vllm')" \
-    || { echo "error: BASE_IMAGE must have vLLM at ${VLLM_PYTHON}, and nothing in /opt/venv" >&2; exit 1; } \
+RUN test ! -e /opt/venv \
+    && "${VLLM_PYTHON}" -c "import importlib.metadata; importlib.metadata.version('vllm')" 2> /dev/null \
+    || { echo "error: BASE_IMAGE must have vLLM at ${VLLM_PYTHON} (name another Python with VLLM_PYTHON), and" \
+              "nothing in /opt/venv" >&2; exit 1; } \
     && install -d -o 10001 -g 10001 /kernels
 USER 10001:10001
 COPY --from=executor-vllm-packages /opt/venv /opt/venv
@@ -196,6 +198,7 @@ ENV RYZANSTEIN_OPS_PORT=8081 \
     HF_HOME=/models/.hub \
     VLLM_CACHE_ROOT=/kernels/vllm \
     TRITON_CACHE_DIR=/kernels/triton \
+    TORCHINDUCTOR_CACHE_DIR=/kernels/inductor \
     FLASHINFER_WORKSPACE_BASE=/kernels
 EXPOSE 8081
 HEALTHCHECK --interval=5s --timeout=5s --start-period=1800s --retries=3 CMD ["ryzanstein", "probe", "executor"]

@@ -24,8 +24,9 @@ MODULES = {
     "executor": "services.executor",
     "health-monitor": "services.health_monitor",
 }
-# A package by which a service's extra is known to be installed; the others need no more than the core.
-_TELLTALES = {"gateway": "starlette", "executor": "torch"}
+# A package by which a service's extra is known to be installed; the others need no more than the core. For an executor
+# not PyTorch, which one around an engine does without.
+TELLTALES = {"gateway": "starlette", "executor": "safetensors"}
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -50,7 +51,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
 
 def require_packages(service: str, extra: str) -> None:
     """Raises `ConfigurationError` where what `service` needs is not installed, with the `extra` that brings it."""
-    telltale = _TELLTALES.get(service)
+    telltale = TELLTALES.get(service)
     if telltale is not None and find_spec(telltale) is None:
         raise ConfigurationError(
             f"The {service} needs packages that are not installed here (as {telltale}); install them with: "

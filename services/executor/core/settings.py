@@ -376,6 +376,11 @@ class ExecutorSettings(ModelStoreSettings):
         return self.takes_models
 
     @property
+    def unset(self) -> set[str]:
+        """What an engine is told only where somebody has set it: it stays unset where settings go on to others."""
+        return {"max_sequences"} - self.model_fields_set
+
+    @property
     def serving_engine(self) -> str:
         """The engine that schedules for itself (`engines/catalog.py`); empty: the executor's own ring computes."""
         if self.engine_url:

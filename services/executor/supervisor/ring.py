@@ -215,7 +215,7 @@ class Ring:
             await process.wait()
 
     def _spec(self, rank: int) -> RankSpec:
-        settings = self._settings.model_dump(mode="json")
+        settings = self._settings.model_dump(mode="json", exclude=self._settings.unset)
         if rank == 0:  # the others speak to nobody but the ring
             settings["nats_password"] = self._settings.nats_password.get_secret_value()
         page = self._activity

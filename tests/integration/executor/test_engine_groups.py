@@ -91,6 +91,7 @@ async def test_tokens_come_once_and_a_continuation_goes_on(
         arguments = (tmp_path / "arguments").read_text().split("\n")
         assert arguments[-2:] == ["--kv-cache-dtype", "fp8"]
         assert "300" in arguments
+        assert "--max-num-seqs" not in arguments, "nobody has set RYZANSTEIN_MAX_SEQUENCES"
         reply = await dispatch(bus, *(request(f"r{n}", seed=n) for n in range(20)))
         assert len(reply.accepted) == 20
         assert (await dispatch(bus, request("r3", seed=3))).accepted == ["r3"], "a repeat is not computed twice"

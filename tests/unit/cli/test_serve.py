@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from services.cli import serve
 from services.cli.serve import probe
 from shared.errors import ConfigurationError
 
@@ -120,3 +121,11 @@ def test_the_command(tmp_path: Path) -> None:
             check=False,
         )
     assert (ended.returncode, ended.stderr) == (1, "not ready: starting\n")
+
+
+def test_an_executor_around_an_engine_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "torch" else object())
+    serve.require_packages("executor", "executor")
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'ryzanstein\[executor\]'"):
+        serve.require_packages("executor", "executor")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.serve import TELLTALES
 from tests.release.images import FILES, images, with_digests
 from tests.unit.compose.dockerfile import Dockerfile
 
@@ -74,7 +75,12 @@ def test_only_the_executor_has_torch(target: str) -> None:
 
 
 def test_beside_vllm_is_the_executor_without_torch_and_nothing_of_vllms_moves() -> None:
-    """It starts as the executor's own image does."""
+    """It starts as the executor's own image does, and keeps what is compiled where a volume is."""
+    assert TELLTALES["executor"] not in ("accelerate", "torch", "transformers")
+    text = next(one.text for one in FILE.stages["executor-vllm"].instructions if one.keyword == "ENV")
+    caches = dict(re.findall(r"(\w+(?:CACHE_ROOT|CACHE_DIR|WORKSPACE_BASE))=(\S+)", text))
+    assert len(caches) == 4
+    assert {path.split("/")[1] for path in caches.values()} == {"kernels"}
     install = FILE.stages["executor-vllm-packages"].instructions[-1].text
     assert "sed -i -E '/^(accelerate|torch|transformers)/d' /extras/executor " in install
     assert not {"executor", "executor-packages"} & {one.name for one in FILE.contents("executor-vllm")}

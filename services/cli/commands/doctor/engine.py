@@ -76,6 +76,9 @@ def _version(found: Found, python: Path) -> Check:
     if len(parts) == len(OLDEST) and tuple(parts) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return Check("vLLM", "error", said, f"Install {oldest} or newer: {python} -m pip install -U vllm.")
+    if not found.device:
+        advice = "Look at the driver, and whether the container is given GPUs; for CPUs vLLM has a build of its own."
+        return Check("vLLM", "error", f"{found.version} finds no device that it is built for ({python})", advice)
     return Check("vLLM", "ok", said)
 
 

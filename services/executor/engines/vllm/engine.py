@@ -171,7 +171,7 @@ class VllmEngine:
 
     def _said(self) -> str:
         """What went wrong as its output has it, or the last line of that, as the end of a sentence."""
-        return self._cause() or (f", after: {self._lines[-1][:300]}" if self._lines else "")
+        return self._cause() or (f", after: {self._lines[-1][:300].rstrip('.')}" if self._lines else "")
 
     def _cause(self) -> str:
         found = [match for line in self._lines if (match := _CAUSE.search(line))]

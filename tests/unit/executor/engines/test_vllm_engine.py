@@ -243,6 +243,6 @@ async def test_what_it_says_before_it_ends_at_its_start(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho The disk is full.\nexit 3\n")
     python.chmod(0o755)
     engine = engine_of(tmp_path, engine_python=python)
-    with pytest.raises(ModelLoadError, match=r"vLLM did not start: exit code 3, after: The disk is full\."):
+    with pytest.raises(ModelLoadError, match=r"vLLM did not start: exit code 3, after: The disk is full\.$"):
         await engine.start()
     await engine.stop()

@@ -59,6 +59,7 @@ def test_one_that_can(tmp_path: Path) -> None:
         (found("0.9.2"), "error", "0.12 or newer"),
         (found("0.32.1rc1"), "ok", ""),
         (found("dev"), "ok", ""),
+        (found().replace('"cpu"', '""'), "error", "whether the container is given GPUs"),
         ("{}", "error", "install it there"),
         ("", "error", "install it there"),
     ],
