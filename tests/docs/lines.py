@@ -11,12 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    (
-        "services",
-        "shared",
-    ): 137_623,  # vectors of servers by URL: +222, queues in dumps: +52, what is exact: +24; to come: 112,000
+    ("services", "shared"): 137_683,  # engines: vectors by URL, a real SGLang, images: +358; to come: 112,000
     ("benchmarks",): 14_124,  # to come: 13,000
-    ("tests",): 149_407,  # the same: +248; to come: 120,000
+    ("tests",): 149_505,  # the same: +346; to come: 120,000
 }
 
 
