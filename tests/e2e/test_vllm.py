@@ -91,7 +91,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         options = f"--model {MODEL} --host 127.0.0.1 --port {self.port} --dtype float32 {ENGINE_ARGS}"
-        options += f" --logits-processors {PROCESSOR} --generation-config vllm --no-async-scheduling"
+        options += f" --logits-processors {PROCESSOR} --generation-config vllm"
         environment = {**os.environ, **VARIABLES, **variables(1), "PYTHONPATH": str(PLUGIN)}
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -324,18 +324,24 @@ def _apply_bans(table: RowTable, states: Sequence[SamplingState]) -> None:
         scores[at, torch.from_numpy(columns[there]).to(scores.device)] = float("-inf")
 
 
-def _draw(table: RowTable, states: Sequence[SamplingState]) -> list[int]:
-    """One column per row, by the inverse of its distribution."""
-    scores, device = table.scores, table.scores.device
-    temperature = torch.tensor([[state.params.temperature] for state in states], device=device)
+def weights(table: RowTable, states: Sequence[SamplingState]) -> Tensor:
+    """By which the columns of each row are drawn."""
+    scores = table.scores
+    temperature = torch.tensor([[state.params.temperature] for state in states], device=scores.device)
     # The largest logit is taken off first: the quotient cannot overflow, however small the temperature.
     # Nothing below asks for a sum of 1, and without it a candidate's weight does not depend on the others.
     probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).exp_()
     keep_top_k(probs, [state.params.top_k for state in states])
     keep_top_p(probs, [state.params.top_p for state in states], table.totals)
     keep_min_p(probs, [state.params.min_p for state in states])
+    return probs
+
+
+def _draw(table: RowTable, states: Sequence[SamplingState]) -> list[int]:
+    """One column per row, by the inverse of its distribution."""
+    probs = weights(table, states)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    uniform = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64, device=device)
+    uniform = torch.tensor([[state.uniform()] for state in states], dtype=torch.float64, device=probs.device)
     # The first token whose cumulative probability exceeds the target: one that was filtered out adds
     # nothing and is never the first, and the target is always below the total.
     columns = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)

@@ -5,13 +5,11 @@
 What would take away what a group relies on is refused by name.
 """
 
-import os
 import shlex
 from itertools import pairwise
 from pathlib import Path
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import BATCH_INVARIANT
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.pooling import is_classifier
 from services.executor.model.tokenizer_files import read_json
@@ -61,9 +59,6 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
     for name in sorted(names & REFUSED.keys()):
         raise ConfigurationError(f"--engine-args has {name}, which cannot be set, since {REFUSED[name]}; leave it out.")
     own = ["--model", str(directory), "--generation-config", "vllm", *_runner(given, directory)]
-    # In a trial with it one of 112 answers that were continued had another text, where all others were exact.
-    if not names & {"--async-scheduling", "--no-async-scheduling"} and _may_be_exact(settings, given):
-        own += ["--no-async-scheduling"]
     if settings.context_length:
         own += ["--max-model-len", str(settings.context_length)]
     if settings.dtype != "auto":
@@ -78,24 +73,12 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
 
 def _runner(given: list[str], directory: Path) -> list[str]:
     """Tokens are chosen by our processor; vLLM takes none where it gives vectors or classes."""
-    named = _values(given, "--runner")
+    named = [one.partition("=")[2] or following for one, following in pairwise([*given, ""]) if one[:8] == "--runner"]
     if "pooling" in named:
         return []
     if not named and _pools(directory):
         return ["--runner", "pooling"]
     return ["--logits-processors", PROCESSOR]
-
-
-def _may_be_exact(settings: ExecutorSettings, given: list[str]) -> bool:
-    """Whether answers are asked for that are the same in any batch (`Numerics.exact`)."""
-    dtypes = [_DTYPES.get(settings.dtype, settings.dtype), *_values(given, "--dtype")]
-    return dtypes[-1] in ("float32", "float") or os.environ.get(BATCH_INVARIANT, "0") not in ("", "0")
-
-
-def _values(given: list[str], name: str) -> list[str]:
-    """What the option is set to, each time that it is there."""
-    pairs = ((one.partition("="), following) for one, following in pairwise([*given, ""]))
-    return [value or following for (found, _, value), following in pairs if found.replace("_", "-") == name]
 
 
 def _pools(directory: Path) -> bool:

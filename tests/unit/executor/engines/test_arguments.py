@@ -43,30 +43,7 @@ def test_vllm_is_told_of_the_model_and_of_our_processor(tmp_path: Path) -> None:
     found = arguments(tmp_path)
     assert value(found, "--model") == str(tmp_path)
     assert value(found, "--logits-processors") == PROCESSOR
-    others = {"--max-model-len", "--dtype", "--max-num-seqs", "--no-async-scheduling"}
-    assert not others & {*found}, "vLLM's own defaults"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "given", "invariant", "off"),
-    [
-        ("auto", "", "0", False),
-        ("bf16", "", "", False),
-        ("fp32", "", "0", True),
-        ("auto", "--dtype=float32", "0", True),
-        ("auto", "--dtype float", "0", True),
-        ("fp32", "--dtype bfloat16", "0", False),
-        ("bf16", "", "1", True),
-    ],
-)
-def test_steps_wait_for_tokens_where_answers_are_to_be_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, given: str, invariant: str, off: bool
-) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
-    assert ("--no-async-scheduling" in arguments(tmp_path, given, dtype=dtype)) is off
-    for said in ("--async-scheduling", "--no-async-scheduling", "--no_async_scheduling"):
-        found = arguments(tmp_path, f"{given} {said}", dtype=dtype)
-        assert [one for one in found if "async" in one] == [said], "the operator's word"
+    assert not {"--max-model-len", "--dtype", "--max-num-seqs"} & {*found}, "vLLM's own defaults"
 
 
 @pytest.mark.parametrize("sequences", [7, 64])  # 64: as many as a ring has where nobody says how many

@@ -81,16 +81,10 @@ def tokens_of(deltas: list[EngineDelta]) -> list[int]:
 
 
 def server_info(
-    dtype: str = "float32",
-    cache: str = "auto",
-    device: str = "cpu",
-    quantization: str | None = None,
-    asynchronous: bool = False,
-    **env: Any,
+    dtype: str = "float32", cache: str = "auto", device: str = "cpu", quantization: str | None = None, **env: Any
 ) -> dict[str, Any]:
     model = {"dtype": f"torch.{dtype}", "quantization": quantization}
     config = {"model_config": model, "cache_config": {"cache_dtype": cache}, "device_config": {"device": device}}
-    config["scheduler_config"] = {"async_scheduling": asynchronous}
     return {"vllm_config": config, "vllm_env": env}
 
 

@@ -123,7 +123,6 @@ def test_classes_are_named_by_the_models_files(tmp_path: Path, config: dict[str,
     ("told", "exact"),
     [
         (server_info(), True),
-        (server_info(asynchronous=True), False),
         (server_info(cache="float32"), True),
         (server_info(cache="fp8"), False),
         (server_info(quantization="fp8"), False),
@@ -146,8 +145,7 @@ async def test_a_server_counts_as_exact_by_what_it_tells(told: Any, exact: bool)
 
 
 def test_what_a_process_computes_with_counts_likewise() -> None:
-    assert Numerics("float32", "", "auto", "cuda", invariant=False, asynchronous=False).exact
-    assert not Numerics("float32", "", "auto", "cuda", invariant=False, asynchronous=True).exact
-    assert not Numerics("float32", "fp8", "auto", "cuda", invariant=False, asynchronous=False).exact
-    assert Numerics("bfloat16", "", "fp8", "cuda", invariant=True, asynchronous=False).exact
-    assert not Numerics("bfloat16", "", "auto", "cpu", invariant=True, asynchronous=False).exact
+    assert Numerics("float32", "", "auto", "cuda", invariant=False).exact
+    assert not Numerics("float32", "fp8", "auto", "cuda", invariant=False).exact
+    assert Numerics("bfloat16", "", "fp8", "cuda", invariant=True).exact
+    assert not Numerics("bfloat16", "", "auto", "cpu", invariant=True).exact

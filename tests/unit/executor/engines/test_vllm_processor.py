@@ -5,8 +5,11 @@ vLLM itself is not installed: updates of the batch are made up as its interface 
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.executor.core.sampling_state import SamplingState, uniform
+from services.executor.core.sampling_state import SamplingState
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.draws import FAN, LEVELS, streams_of, uniforms
 from services.executor.engines.vllm.plugin.ryzanstein_vllm.grammars import Grammars, check_grammar
-from services.executor.engines.vllm.plugin.ryzanstein_vllm.processor import KeyedSampling, streams_of, uniforms
-from services.executor.sampling.sampler import Sampler
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.processor import KeyedSampling
+from services.executor.sampling import sampler
+from services.executor.sampling.candidates import RowTable
 from services.executor.structured_output import GrammarCompiler, Vocabulary
 from shared.messages import Grammar, ModelCard, SamplingParams, TokenizerBundle
 from shared.nats.bus import encode
@@ -116,13 +121,32 @@ def test_the_choice_is_the_samplers(seed: int, requests: list[Asked]) -> None:
     for at, (params, prompt, earlier, output) in enumerate(requests):
         batch.add(at, extra(params, prompt, stops), [*prompt, *earlier], output)
         states.append(SamplingState(params, prompt, [*earlier, *output], stops))
-    assert batch.step(logits) == [sampled.token for sampled in Sampler().sample(logits, states)]
+    assert batch.step(logits) == sampled(logits, states)
 
 
-@given(st.lists(st.tuples(st.integers(0, (1 << 64) - 1), st.integers(0, 1 << 40)), min_size=1))
-def test_random_numbers_are_the_rings(places: list[tuple[int, int]]) -> None:
-    seeds, positions = zip(*places, strict=True)
-    assert uniforms(streams_of(seeds), positions).tolist() == [uniform(*place) for place in places]
+def sampled(logits: Tensor, states: list[SamplingState]) -> list[int]:
+    """What a ring draws, by the processor's numbers."""
+    with patch.object(sampler, "_draw", partial(drawn_by_parts, logits.shape[1])):
+        return [one.token for one in sampler.Sampler().sample(logits, states)]
+
+
+def drawn_by_parts(width: int, table: RowTable, states: list[SamplingState]) -> list[int]:
+    """As `draws.draw` of a vocabulary of `width`, told in another way."""
+    columns = []
+    for at, (row, state) in enumerate(zip(sampler.weights(table, states).double().tolist(), states, strict=True)):
+        ids = [table.token(at, column) for column in range(len(row))]
+        there = [(token, weight) for token, weight in zip(ids, row, strict=True) if weight]
+        numbers = iter(uniforms(streams_of([state.params.seed]), [state.position])[0].tolist())
+        parts = [FAN**power for power in reversed(range(LEVELS)) if FAN**power < width or not power]
+        for part in parts:
+            target = next(numbers) * sum(weight for _, weight in there)
+            for _, members in groupby(there, lambda one, part=part: one[0] // part):  # type: ignore[misc]
+                there = list(members)
+                target -= sum(weight for _, weight in there)
+                if target < 0:
+                    break
+        columns.append(ids.index(there[0][0]))
+    return columns
 
 
 def test_a_wide_vocabulary_with_a_flat_nucleus() -> None:
@@ -132,8 +156,7 @@ def test_a_wide_vocabulary_with_a_flat_nucleus() -> None:
     batch = Batch()
     for at, one in enumerate(params):
         batch.add(at, extra(one, []), [])
-    sampled = Sampler().sample(logits, [SamplingState(one, [], []) for one in params])
-    assert batch.step(logits) == [one.token for one in sampled]
+    assert batch.step(logits) == sampled(logits, [SamplingState(one, [], []) for one in params])
 
 
 def test_greedy_rows_and_other_clients_are_vllms() -> None:

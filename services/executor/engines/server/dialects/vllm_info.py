@@ -23,14 +23,9 @@ class _DeviceConfig(msgspec.Struct, frozen=True):
     device: str = ""
 
 
-class _SchedulerConfig(msgspec.Struct, frozen=True):
-    async_scheduling: bool | None = None
-
-
 class _Config(msgspec.Struct, frozen=True):
     model: _ModelConfig = msgspec.field(default=_ModelConfig(), name="model_config")
     cache: _CacheConfig = msgspec.field(default=_CacheConfig(), name="cache_config")
-    scheduler: _SchedulerConfig = msgspec.field(default=_SchedulerConfig(), name="scheduler_config")
     device: _DeviceConfig = msgspec.field(default=_DeviceConfig(), name="device_config")
 
 
@@ -52,5 +47,4 @@ async def numerics(client: ServerClient) -> Numerics:
         kv_cache=config.cache.cache_dtype,
         device=config.device.device,
         invariant=bool(told.vllm_env.get(BATCH_INVARIANT)),
-        asynchronous=bool(config.scheduler.async_scheduling),
     )

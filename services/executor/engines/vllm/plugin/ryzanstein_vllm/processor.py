@@ -8,7 +8,7 @@ and penalties, bad words, `min_tokens` and grammars follow the whole answer, als
                                            ▲ prompt_tokens                                            ▲ position
     logits ─▶ padding, grammar, allowed tokens and bans: minus infinity
            ─▶ repetition, presence, frequency penalties ─▶ logit bias ─▶ temperature ─▶ exponentials
-           ─▶ top-k ─▶ top-p ─▶ min-p ─▶ inverse of the distribution at uniform(seed, position)
+           ─▶ top-k ─▶ top-p ─▶ min-p ─▶ drawn by numbers keyed by (seed, position) (`draws.py`)
            ─▶ minus infinity but for the chosen token, which vLLM's argmax takes
 
 A request says what it wants in `SamplingParams.extra_args["ryzanstein"]` (`SamplingOptions`); its own sampling
@@ -41,9 +41,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from .draws import draw, streams_of, uniforms
 from .grammars import Grammars, Words, line, load_tokenizer, model_ends
 from .rows import Row
 from .sampling_options import KEY, SamplingOptions, refuse_outside
@@ -61,23 +61,6 @@ FAILURES = "KEYED_SAMPLING_FAILURES"
 _INFINITY = float("inf")
 _NUCLEUS = 1024  # most likely tokens among which a top-p set is sought before all are sorted
 _BY_SCORE = 1024  # the widest top-k that is cut by logits where nothing edits them
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def streams_of(seeds: Sequence[int]) -> NDArray[np.uint64]:
-    return _mix(np.array(seeds, np.uint64) + _GAMMA)
-
-
-def uniforms(streams: NDArray[np.uint64], positions: Sequence[int]) -> NDArray[np.float64]:
-    """Numbers in [0, 1): outputs of SplitMix64, in 52 bits, so that a product with a total is below it when rounded."""
-    bits = _mix(streams + (np.array(positions, np.uint64) + np.uint64(1)) * _GAMMA)
-    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 class BatchPlan:
@@ -157,13 +140,11 @@ def _last_needed(falling: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return falling.gather(1, last), before == last
 
 
-def draw(scores: Tensor, best: Tensor, plan: BatchPlan, at: Tensor) -> Tensor:
-    """A column for each row: the first whose cumulative weight, in float64, exceeds the share `at` of the whole."""
-    probs = ((scores - best) / plan.temperature).exp_()
-    filter_weights(probs, scores, plan)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    columns = torch.searchsorted(cumulative, at[:, None] * cumulative[:, -1:], right=True)
-    return columns.squeeze(1).clamp_(max=scores.shape[1] - 1)
+def weights_of(scores: Tensor, best: Tensor, plan: BatchPlan) -> Tensor:
+    """By which tokens are drawn, those of the rows that are drawn; the likeliest has 1 at most."""
+    weights = ((scores - best) / plan.temperature).exp_()
+    filter_weights(weights, scores, plan)
+    return weights
 
 
 class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
@@ -265,9 +246,9 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
             return scores.argmax(dim=-1)
         at = self._to(uniforms(plan.streams, [row.position for row in plan.drawn_rows]), np.float64)
         if len(plan.drawn_rows) == len(plan.rows):
-            return draw(scores, best, plan, at)
+            return draw(weights_of(scores, best, plan), at)
         columns = scores.argmax(dim=-1)
-        columns[plan.drawn] = draw(scores[plan.drawn], best[plan.drawn], plan, at)
+        columns[plan.drawn] = draw(weights_of(scores[plan.drawn], best[plan.drawn], plan), at)
         return columns
 
     def _planned(self, logits: Tensor) -> BatchPlan:

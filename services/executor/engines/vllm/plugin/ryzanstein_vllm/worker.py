@@ -384,13 +384,12 @@ class Numerics(NamedTuple):
     kv_cache: str  # dtype of its cache; auto: that of the model
     device: str
     invariant: bool  # whether VLLM_BATCH_INVARIANT is set, which has kernels for GPUs alone
-    asynchronous: bool  # whether steps are scheduled before the last one's tokens are known
 
     @property
     def exact(self) -> bool:
         """In fp32 throughout, sums of another batch differ by too little to be seen."""
         whole = self.dtype == "float32" and not self.quantization and self.kv_cache in ("auto", "float32")
-        return not self.asynchronous and (whole or (self.invariant and self.device == "cuda"))
+        return whole or (self.invariant and self.device == "cuda")
 
 
 def device() -> str:
@@ -411,7 +410,6 @@ def facts_of(llm: Any, supported: Sequence[str]) -> ReadyMessage:
         cache.cache_dtype,
         device(),
         os.environ.get(BATCH_INVARIANT, "0") not in ("", "0"),
-        bool(getattr(config.scheduler_config, "async_scheduling", False)),
     )
     parts = (
         f"vllm {vllm.__version__}",
