@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_683,  # engines: vectors by URL, a real SGLang, images: +358; to come: 112,000
+    ("services", "shared"): 137_710,  # engines: vectors by URL, a real SGLang, images, draws: +385; to come: 112,000
     ("benchmarks",): 14_124,  # to come: 13,000
-    ("tests",): 149_505,  # the same: +346; to come: 120,000
+    ("tests",): 149_549,  # the same: +390; to come: 120,000
 }
 
 

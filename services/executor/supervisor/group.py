@@ -242,7 +242,8 @@ class GroupSupervisor:
                 return error
         if not was_ready and self._deaths >= MOST_DEATHS:
             reason = f"The ring has died {self._deaths} times before it was ready, the last time because {end.reason}."
-            return RingLost(f"{reason} Look into the log above, and at the memory that the model needs.")
+            remedy = "at that server" if self.settings.engine_url else "at the memory that the model needs"
+            return RingLost(f"{reason} Look into the log above, and {remedy}.")
         return None
 
     # --- watching --------------------------------------------------------------------------------
