@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 137_710,  # engines: vectors by URL, a real SGLang, images, draws: +385; to come: 112,000
     ("benchmarks",): 14_124,  # to come: 13,000
-    ("tests",): 149_549,  # the same: +390; to come: 120,000
+    ("tests",): 149_563,  # the same: +404; to come: 120,000
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import Failed
 from services.executor.supervisor import ring
+from services.executor.supervisor.group import MOST_DEATHS, GroupSupervisor
 from services.executor.supervisor.ring import Ring, RingEnd
 from shared.config import load_settings
 from shared.errors import RingLost
@@ -119,3 +120,16 @@ async def test_one_that_has_ended_is_not_told_of(log: Log, monkeypatch: pytest.M
     process.let_go.set()
     await ring._gone(0, process)
     assert log.told.empty()
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"), [("", "at the memory that the model needs."), ("http://a:1", "at that server.")]
+)
+def test_a_ring_that_never_got_ready_is_given_up_with_what_to_look_at(url: str, remedy: str) -> None:
+    settings = ExecutorSettings(model="m", engine_url=url, engine_kind="vllm")
+    group = SimpleNamespace(ready=asyncio.Event(), settings=settings, _deaths=MOST_DEATHS - 1)
+    end = RingEnd("died", "it cannot be reached")
+    assert GroupSupervisor._final(group, end) is None  # type: ignore[arg-type]
+    group._deaths += 1
+    error = GroupSupervisor._final(group, end)  # type: ignore[arg-type]
+    assert str(error).endswith(f"because it cannot be reached. Look into the log above, and {remedy}")
