@@ -14,6 +14,7 @@ import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import NoReturn
 
 from shared.errors import ConfigurationError
@@ -24,9 +25,9 @@ MODULES = {
     "executor": "services.executor",
     "health-monitor": "services.health_monitor",
 }
-# A package by which a service's extra is known to be installed; the others need no more than the core. For an executor
-# not PyTorch, which one around an engine does without.
-TELLTALES = {"gateway": "starlette", "executor": "safetensors"}
+# A package by which a service's extra is known to be installed; the others need no more than the core.
+_TELLTALES = {"gateway": "starlette", "executor": "torch"}
+AROUND_ENGINE = "safetensors"  # of an executor around another engine, which may do without PyTorch
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -45,18 +46,32 @@ def serve(arguments: Sequence[str]) -> NoReturn:
             f"There is no service {service!r} to serve; it is one of {', '.join(sorted(MODULES))}; "
             "a model is served by `ryzanstein up --model NAME`."
         )
-    require_packages(service, service)
+    require_packages(service, service, options)
     os.execv(sys.executable, [sys.executable, "-m", MODULES[service], *options])  # noqa: S606
 
 
-def require_packages(service: str, extra: str) -> None:
-    """Raises `ConfigurationError` where what `service` needs is not installed, with the `extra` that brings it."""
-    telltale = TELLTALES.get(service)
+def require_packages(service: str, extra: str, options: Sequence[str] = ()) -> None:
+    """Raises `ConfigurationError` where what `service` needs with its `options` is not installed, with the `extra` that
+    brings it."""
+    telltale = AROUND_ENGINE if service == "executor" and _names_engine(options) else _TELLTALES.get(service)
     if telltale is not None and find_spec(telltale) is None:
         raise ConfigurationError(
             f"The {service} needs packages that are not installed here (as {telltale}); install them with: "
             f"pip install 'ryzanstein[{extra}]'"
         )
+
+
+def _names_engine(options: Sequence[str]) -> bool:
+    """Whether another engine computes for the executor, by its options or its environment."""
+    given = {
+        "--engine": os.environ.get("RYZANSTEIN_ENGINE", ""),
+        "--engine-url": os.environ.get("RYZANSTEIN_ENGINE_URL", ""),
+    }
+    for option, following in pairwise([*options, ""]):
+        name, _, value = option.partition("=")
+        if name in given:
+            given[name] = value or following
+    return bool(given["--engine-url"]) or given["--engine"] not in ("", "torch")
 
 
 @contextlib.contextmanager

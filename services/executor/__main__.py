@@ -5,7 +5,6 @@ With the argument `-` it does its imports, and then takes what it is to be from 
 """
 
 import sys
-from importlib.util import find_spec
 
 from services.executor.supervisor.ranks.early_fork_server import WAITING, start_early, take_arguments
 
@@ -16,18 +15,12 @@ import shared.lean_imports  # noqa: F401  # isort: skip  # before all others
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.multinode.node import RingNode
 from services.executor.supervisor.service import ExecutorService
-from shared.errors import ConfigurationError
 from shared.models import here
 from shared.service import lifecycle
 
 
 def make(settings: ExecutorSettings) -> ExecutorService | RingNode:
-    """Host 0 speaks for the ring. Raises `ConfigurationError` where what computes in it is not installed."""
-    if settings.engine == "torch" and not settings.serving_engine and find_spec("torch") is None:
-        raise ConfigurationError(
-            "The executor's own rings compute with PyTorch, which is not installed here; install it with: "
-            "pip install 'ryzanstein[executor]', or name an engine with --engine vllm or --engine-url."
-        )
+    """Host 0 speaks for the ring."""
     named = {"model": here(settings.model), "draft_model": here(settings.draft_model)}
     settings = settings.model_copy(update=named)
     return RingNode(settings) if settings.node_rank else ExecutorService(settings)

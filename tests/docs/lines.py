@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 137_710,  # engines: vectors by URL, a real SGLang, images, draws: +385; to come: 112,000
+    ("services", "shared"): 137_685,  # engines: vectors by URL, a real SGLang, images, draws: +360; to come: 112,000
     ("benchmarks",): 14_124,  # to come: 13,000
-    ("tests",): 149_563,  # the same: +404; to come: 120,000
+    ("tests",): 149_567,  # the same: +408; to come: 120,000
 }
 
 

@@ -255,21 +255,21 @@ def with_pooling(spec: EngineSpec, facts: EngineFacts, directory: Path) -> Engin
             found, pooling=vectors.pooling, normalized=vectors.normalized, embedding_size=facts.embedding_size
         )
     if "classify" in facts.tasks:
-        named = facts.labels if any(facts.labels) else _labels_in(config, len(facts.labels))
-        described = SimpleNamespace(**(config | {"num_labels": len(named), "id2label": dict(enumerate(named))}))
+        named = dict(enumerate(facts.labels)) if any(facts.labels) else _classes_in(config, len(facts.labels))
+        described = SimpleNamespace(**(config | {"num_labels": len(facts.labels), "id2label": named}))
         found = msgspec.structs.replace(found, labels=labels_of(described), activation=activation_of(described))
     return found
 
 
-def _labels_in(config: dict[str, Any], classes: int) -> list[str]:
-    """Names of `classes` in config.json, as transformers has them. Raises `ModelLoadError`."""
-    named = {int(at): str(name) for at, name in (config.get("id2label") or {}).items()}
-    if len(named or "ab") != classes:  # transformers' default
+def _classes_in(config: dict[str, Any], classes: int) -> dict[int, str]:
+    """Names in config.json, where it has so many `classes`. Raises `ModelLoadError`."""
+    named = {int(at): str(name) for at, name in (config.get("id2label") or {}).items() if at.isdecimal()}
+    if (found := len(named) or 2) != classes:  # 2: transformers' default, without names
         raise ModelLoadError(
-            f"The engine gives {classes} classes, where the model's config.json has {len(named) or 2}: point the group "
-            "at the model that runs there"
+            f"The engine gives {classes} classes, where the model's config.json has {found}: point the group at the "
+            "model that runs there."
         )
-    return [named.get(at, f"LABEL_{at}") for at in range(classes)]
+    return named
 
 
 def stands_still(quiet: float, longest: float, is_stopped: Callable[[], bool]) -> bool:

@@ -123,9 +123,26 @@ def test_the_command(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (1, "not ready: starting\n")
 
 
-def test_an_executor_around_an_engine_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "engine", "url", "needs"),
+    [
+        ([], "", "", True),
+        (["--engine", "torch"], "vllm", "", True),
+        (["--engine=vllm"], "", "", False),
+        (["--model", "m", "--engine", "vllm"], "", "", False),
+        (["--engine-url", "http://a:1"], "", "", False),
+        ([], "vllm", "", False),
+        ([], "", "http://a:1", False),
+    ],
+)
+def test_an_executor_around_an_engine_needs_no_torch(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], engine: str, url: str, needs: bool
+) -> None:
+    monkeypatch.setenv("RYZANSTEIN_ENGINE", engine)
+    monkeypatch.setenv("RYZANSTEIN_ENGINE_URL", url)
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "torch" else object())
-    serve.require_packages("executor", "executor")
+    with pytest.raises(ConfigurationError, match="as torch") if needs else contextlib.nullcontext():
+        serve.require_packages("executor", "executor", options)
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'ryzanstein\[executor\]'"):
-        serve.require_packages("executor", "executor")
+        serve.require_packages("executor", "executor", options)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.serve import TELLTALES
+from services.cli.serve import AROUND_ENGINE
 from tests.release.images import FILES, images, with_digests
 from tests.unit.compose.dockerfile import Dockerfile
 
@@ -76,7 +76,7 @@ def test_only_the_executor_has_torch(target: str) -> None:
 
 def test_beside_vllm_is_the_executor_without_torch_and_nothing_of_vllms_moves() -> None:
     """It starts as the executor's own image does, and keeps what is compiled where a volume is."""
-    assert TELLTALES["executor"] not in ("accelerate", "torch", "transformers")
+    assert AROUND_ENGINE not in ("accelerate", "torch", "transformers")
     text = next(one.text for one in FILE.stages["executor-vllm"].instructions if one.keyword == "ENV")
     caches = dict(re.findall(r"(\w+(?:CACHE_ROOT|CACHE_DIR|WORKSPACE_BASE))=(\S+)", text))
     assert len(caches) == 4

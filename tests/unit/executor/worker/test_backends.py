@@ -54,7 +54,7 @@ def test_without_its_line_its_code_is_not_needed(catalog: str, name: str, packag
 
 def test_the_core_asks_a_platform_and_names_none() -> None:
     """Collectives are NCCL's, which are for CUDA."""
-    own = {"collectives", "cpu", "gpu", "platforms"}
+    own = {"collectives", "cpu", "engines", "gpu", "platforms"}
     files = [path for path in EXECUTOR.rglob("*.py") if path.relative_to(EXECUTOR).parts[0] not in own]
     found = {str(path.relative_to(EXECUTOR)) for path in files if re.search(r'torch\.cuda|"cuda"', path.read_text())}
     assert found == {"core/settings.py", "worker/backends/gpu_decoder.py"}

@@ -21,7 +21,7 @@ from services.executor.engines.base import EngineFacts, EngineRequest
 from services.executor.engines.server.client import ServerClient, ServerFault
 from services.executor.engines.server.dialects import base
 from services.executor.engines.server.dialects.base import Identity, Progress, StreamPiece
-from services.executor.engines.server.dialects.vllm_info import numerics
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import BATCH_INVARIANT, Numerics
 from shared.errors import ConfigurationError
 from shared.messages import SamplingParams, TokenLogprobs
 
@@ -103,7 +103,7 @@ class VllmDialect:
     async def examine(self, identity: Identity, vocab_size: int) -> EngineFacts:
         self._model = identity.name
         self.path = await self._route()
-        told = await numerics(self._client)
+        told = await self._numerics()
         parts = [
             identity.server,
             f"dtype={told.dtype}" if told.dtype else "",
@@ -239,6 +239,23 @@ class VllmDialect:
                 f"({self._client.sentence(answer)}): install the ryzanstein_vllm of this version beside vLLM"
             )
         return True
+
+    async def _numerics(self) -> Numerics:
+        """Told by servers in development mode alone (VLLM_SERVER_DEV_MODE=1); else nothing is known, nor exact."""
+        answer = await self._client.ask("/server_info?config_format=json")
+        try:
+            told = msgspec.json.decode(answer.body)
+            config, variables = told["vllm_config"], told.get("vllm_env", {})
+            model, cache, device = config["model_config"], config["cache_config"], config["device_config"]
+            return Numerics(
+                dtype=str(model["dtype"]).removeprefix("torch."),
+                quantization=str(model["quantization"] or ""),
+                kv_cache=str(cache["cache_dtype"]),
+                device=str(device["device"]),
+                invariant=bool(variables.get(BATCH_INVARIANT)),
+            )
+        except (msgspec.MsgspecError, LookupError, TypeError, AttributeError):
+            return Numerics("", "", "", "", invariant=False)
 
     async def _kv_tokens(self) -> int:
         """Of all engines behind the server."""

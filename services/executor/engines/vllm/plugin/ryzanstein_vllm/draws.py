@@ -3,8 +3,8 @@ change it.
 
 A continuation computes its logits in another batch, whose sums differ in their last bits. Where one number is compared
 with the running sum over the whole vocabulary, the error of a likely token moves the borders of all that follow, and
-among thousands of unlikely ones the number often lies at one. So the vocabulary is halved again and again, into FAN
-parts at a time, each time by a number of its own: what moves a border is then the error of one part's share of a few.
+among thousands of unlikely ones the number often lies at one. So the vocabulary is divided into FAN parts, one is taken
+by a number of its own, and divided again: what moves a border is then the error of one part's share of a few.
 
     49,152 tokens: [0 .......... 262,144)  ─ number 0 ─▶ one of 8 parts of 32,768, as far as there are tokens
                        [32,768 .. 49,152)  ─ number 1 ─▶ one of 8 parts of 4,096  ... ─ number 5 ─▶ one of 8 tokens
